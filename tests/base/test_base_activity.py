@@ -116,8 +116,8 @@ def test_a_real_sampler_says_when_it_began_and_had_its_first_token(tiny: str, mo
 def test_cards_are_known_by_the_names_that_drivers_say() -> None:
     for said, name in (
         ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA H200", "H200"), ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10", "A10"),
+        ("NVIDIA H200", "H200"), ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10", "A10"), ("Tesla T4", "T4"),
     ):  # fmt: skip
         found = cards.card_of(said)
         assert found is not None and found.name == name, said
-    assert cards.card_of("Tesla T4") is None and cards.card_of("NVIDIA GH200 480GB") is None
+    assert cards.card_of("Tesla V100-SXM2-16GB") is None and cards.card_of("NVIDIA GH200 480GB") is None

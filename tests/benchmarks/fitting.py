@@ -5,6 +5,7 @@ layers recomputed or not, on one and two ranks.
 glibc's own ways. Beside each case is the median of a rank's seconds for an update.
 
     .venv/bin/python tests/benchmarks/fitting.py [shape] [length] [rows] [--heap]
+    .venv/bin/python tests/benchmarks/fitting.py --cards    # estimates of one card's engines beside rehearsals
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from workbench.cluster import fits
 from workbench.dataproto import DataProto
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import local_group
+from workbench.engines.local_engine import loading
+from workbench.engines.local_engine.engine import LocalEngine
+from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
+from workbench.engines.rehearsal import Footprint, Opened, Shape, unmeasured, whole
+from workbench.engines.settings import LocalSettings
+from workbench.jobs import cards
 from workbench.testing.engines import LikelihoodLoss
 from workbench.testing.models import make_shaped_model
 
@@ -84,7 +92,54 @@ def lines(env: Any, shape: str, length: int, rows: int) -> Iterator[str]:
             yield f"{name:<28} {sizes}   {seconds:.2f} s"
 
 
-if __name__ == "__main__":
+WIDE: dict[str, Any] = {
+    **{"model_type": "qwen2", "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8},
+    **{"num_key_value_heads": 2, "vocab_size": 48_000, "num_hidden_layers": 4, "tie_word_embeddings": True},
+}
+"""A config of a small model whose layers outweigh its head."""
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "half": {"dtype": "bfloat16"},
+    "LoRA, base float32": {"dtype": "bfloat16", "lora_rank": 16},
+    "LoRA, base half": {"dtype": "bfloat16", "lora_rank": 16, "base_dtype": "bfloat16"},
+    "LoRA, base int8": {"dtype": "bfloat16", "lora_rank": 16, "base_dtype": "int8"},
+    "LoRA, base nf4": {"dtype": "bfloat16", "lora_rank": 16, "base_dtype": "nf4"},
+}
+"""How a model is kept on a card; bfloat16 and float16 take the same."""
+
+
+def beside_a_rehearsal(config: dict[str, Any], budget: int, **settings: Any) -> tuple[Footprint, Footprint]:
+    """(what `unmeasured` says of a local engine on a GPU, what a rehearsal of the engine's own code measures)."""
+    chosen = LocalSettings(micro_batch_tokens=budget, **settings)
+    tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith")
+
+    def opened(folder: str, settings: LocalSettings) -> Opened:
+        model = loading.load_model(folder, settings, empty=True).to_empty(device="cpu")
+        model.tie_weights()
+        model.workbench_paths = Paths(pack=True, decode="lean")
+        twin = LocalEngine(model, tokenizer, settings)
+        return Opened(model, twin._ready(), twin.learn, twin.compute_log_probs)
+
+    took = whole(opened, AutoConfig.for_model(**config), chosen, Shape.of(budget, min(budget, 1024)), gpu=True)
+    return unmeasured(config, chosen, budget, "cuda"), took
+
+
+def table(budget: int) -> Iterator[str]:
+    """One line for each size of the doctor's and each way to keep it: said and measured, and their CPU seconds."""
+    for size, config in cards.SIZES.items():
+        for name, kept in PRECISIONS.items():
+            for again in (False, True):
+                began = time.process_time()
+                said, took = beside_a_rehearsal(config, budget, **kept, gradient_checkpointing=again)
+                learn, score = (getattr(said, one) / getattr(took, one) - 1 for one in ("learning", "scoring"))
+                sizes = f"learning {said.learning / 2**30:6.1f} GiB {learn:+.1%}   scoring {said.scoring / 2**30:6.1f} GiB {score:+.1%}"
+                yield f"{size:<5} {name:<19} {'recomputed' if again else '':<11} {sizes}   {time.process_time() - began:.0f} s"
+
+
+if __name__ == "__main__" and "--cards" in sys.argv:
+    for line in table(2048):
+        print(line, flush=True)
+elif __name__ == "__main__":
     asked = [one for one in sys.argv[1:] if one != "--heap"] or ["60m", "128", "4"]
     for line in lines(HEAP if "--heap" in sys.argv else None, asked[0], *map(int, asked[1:])):
         print(line, flush=True)

@@ -114,6 +114,27 @@ def test_a_local_engine_is_measured_as_it_is(tiny: str) -> None:
     assert 0.5 < parts["activations"] / (estimate["activations"] + estimate["logits"]) < 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "gradient_checkpointing": True, "offload": "optimizer"},
+        {"dtype": "bfloat16", "lora_rank": 16},
+        {"dtype": "bfloat16", "lora_rank": 16, "base_dtype": "bfloat16", "gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_the_estimate_of_a_card_is_what_a_rehearsal_measures(settings: dict[str, Any]) -> None:
+    """Wide layers of four; the whole table of sizes is in `tests/benchmarks/fitting.py`."""
+    said, took = bench().beside_a_rehearsal({**bench().WIDE, "num_hidden_layers": 4}, 2048, **settings)
+    assert said.weights == pytest.approx(took.weights, rel=0.001)
+    assert said.gradients == took.gradients and said.optimizer == pytest.approx(took.optimizer, rel=0.001)
+    assert said.learning == pytest.approx(took.learning, rel=0.1)
+    assert said.scoring == pytest.approx(took.scoring, rel=0.15)
+
+
 def test_attention_kernels_are_asked_for_where_the_engine_runs(tiny: str) -> None:
     """A head node without flash attention can drive: it comes as far as its workers."""
 
@@ -124,15 +145,20 @@ def test_attention_kernels_are_asked_for_where_the_engine_runs(tiny: str) -> Non
         wb.engines.fsdp(tiny, on=Group(start), attn_implementation="flash_attention_2")
 
 
-@pytest.mark.long
-def test_real_ranks_take_what_was_measured(tmp_path: Path) -> None:
-    """Within a tenth: a 63M model, trained whole on two ranks, and an adapter with layers recomputed on one."""
+def bench() -> Any:
     place = Path(__file__).parents[1] / "benchmarks" / "fitting.py"
     spec = importlib.util.spec_from_file_location("benchmark_fitting", place)
     assert spec is not None and spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.long
+def test_real_ranks_take_what_was_measured(tmp_path: Path) -> None:
+    """Within a tenth: a 63M model, trained whole on two ranks, and an adapter with layers recomputed on one."""
+    fitting = bench()
     model = make_shaped_model(tmp_path / "model", "60m")
     for name in ("full, 2 ranks", "adapter, recomputed, 1 rank"):
-        said, took = bench.measured(model, 128, 4, **bench.CASES[name])[:2]
+        said, took = fitting.measured(model, 128, 4, **fitting.CASES[name])[:2]
         assert said == pytest.approx(took, rel=0.1), name

@@ -9,19 +9,21 @@ import shutil
 import socket
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention
 from support import warm_starts
 
 import workbench as wb
 from workbench import cli
 from workbench.base.errors import EngineError, SandboxError, SettingError
+from workbench.jobs import cards, machine
 from workbench.jobs import doctor as doctors
-from workbench.jobs import machine
 from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, CheckResult, clean
 
 GIB = 1 << 30
@@ -73,6 +75,61 @@ class Card:
         patch.setattr(machine, "cuda_of_driver", lambda: driver)
         self.total = 1024.0
         patch.setattr(torch, "ones", lambda *shape, device: SimpleNamespace(sum=lambda: self.total))
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "shared", "lacks", "fits"),
+    [
+        ((7, 5), 14.6, 64, ["no bfloat16", "no flash kernel", "64 KiB of shared memory"], "3B LoRA"),
+        ((8, 0), 40, 163, [], "1.5B whole, 8B LoRA"),
+        ((9, 0), 80, 227, [], "3B whole, 8B LoRA"),
+    ],
+)
+def test_what_a_card_has_not_is_a_fact_and_the_estimate_says_what_fits(
+    capability: tuple[int, int],
+    memory: float,
+    shared: int,
+    lacks: list[str],
+    fits: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ones = torch.ones
+    Card(monkeypatch, arch=f"sm_{capability[0]}{capability[1]}")
+    monkeypatch.setattr(
+        torch, "ones", lambda *shape, **kind: ones(*shape) if "cuda" in str(kind) else ones(*shape, **kind)
+    )
+    sizes = {"major": capability[0], "minor": capability[1], "shared_memory_per_block_optin": shared << 10}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(name="card", **sizes))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number=0: (int(memory * GIB), int(memory * GIB)))
+    found = cards.models()
+    assert found.state == OK and not found.do and fits in found.found
+    assert ("; float16" in found.found) == (lacks != []) and all(one in found.found for one in lacks)
+    assert machine.devices().state == OK, "nor is the device wrong"
+    assert not lacks or "8B with a 4-bit base" in found.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "half"), [((7, 5), "EFFICIENT", "float16"), ((9, 0), "FLASH", "bfloat16")]
+)
+def test_attention_is_tried_as_the_card_has_it(
+    capability: tuple[int, int], kernel: str, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, kinds, drawn = list[str](), set[str](), torch.randn
+
+    def within(backend: Any) -> Any:
+        used.append(backend.name)
+        return nullcontext()
+
+    def randn(*shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+        kinds.add(str(dtype))
+        return drawn(*shape, dtype=dtype)
+
+    Card(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", within)
+    monkeypatch.setattr(torch, "randn", randn)
+    found = machine.attention()
+    assert found.state == OK and kinds == {f"torch.{half}"} and used == ["MATH", f"{kernel}_ATTENTION"]
 
 
 def test_a_gpu_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

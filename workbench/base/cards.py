@@ -11,7 +11,7 @@ class Card:
 
     name: str
     flops: float
-    """Dense bfloat16 operations per second, without sparsity."""
+    """Dense bfloat16 operations per second, without sparsity; float16 where the card has no bfloat16."""
     bandwidth: float
     """Bytes per second of its own memory."""
     memory: float
@@ -34,6 +34,7 @@ CARDS = {
         Card("L40S", 362e12, 864e9, 48e9, 32e9),
         Card("A10", 125e12, 600e9, 24e9, 32e9),
         Card("L4", 121e12, 300e9, 24e9, 32e9),
+        Card("T4", 65e12, 320e9, 16e9, 32e9),
     )
 }
 """Name → card: H100, H200, B200, A100 as the SXM modules (NVLink), the others as PCIe cards."""

@@ -8,7 +8,7 @@ them, not their sum; while the learner works, colocated vLLM sleeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
 from workbench.engines.fsdp_engine.meshes import ranks_of
 from workbench.engines.local_engine.memory import pass_size
-from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
+from workbench.engines.rehearsal import PACKED, Footprint, Shape, config_of, language, sharded, unmeasured
 from workbench.engines.settings import FsdpSettings, LocalSettings, VllmSettings
 
 CPU_RANKS = 2
@@ -40,7 +40,8 @@ class Placement:
     devices or not.
     """
 
-    learner: FsdpSettings
+    learner: Any
+    """`FsdpSettings`, or `LocalSettings` of one engine in one process, which `Cluster.place` does not start."""
     ranks: int
     gpus: bool
     """Whether each process has a GPU."""
@@ -57,6 +58,11 @@ class Placement:
             raise SettingError(unknown("sampler", self.sampler, tuple(filter(None, SAMPLERS))))
         require(tp > 0, "argument tensor_parallel_size", expected="≥ 1", found=tp)
         require(tp == 1 or self.sampler == "vllm", f"tensor_parallel_size={tp}", expected=expected, found=self.sampler)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the learner is a local engine, in one process."""
+        return not isinstance(self.learner, FsdpSettings)
 
     @property
     def shared(self) -> bool:
@@ -104,7 +110,9 @@ PROCESS = 420 << 20
 GRAPHS = 2 << 30
 """Approximate bytes of vLLM's share that hold activations and compiled graphs."""
 CPU_CACHE = 256 << 20
-"""Bytes of vLLM's KV cache on a CPU, where the settings do not give them."""
+"""Bytes of vLLM's cache on a CPU, where its settings do not say."""
+GROUP = 8
+"""Sequences that a local engine without a sampler beside it must have cache for: a group."""
 
 
 @dataclass(frozen=True)
@@ -224,34 +232,69 @@ class Fit(Shown):
 
     @property
     def advice(self) -> str:
-        """The call of `Cluster.place` with which the model fits, to paste; "" where there is none."""
+        """The call of `Cluster.place`, or of a local engine, with which the model fits, to paste; "" where there is none."""
         if self.proposal is None:
             return ""
+        if self.placement.alone:
+            chosen = {**self.asked, **self.proposal}
+            usual = LocalSettings().to_dict()
+            mine = {name: chosen[name] for name, one in usual.items() if chosen.get(name, one) != one}
+            engine = _call("local", self.name, mine)
+            its = _call("vllm", self.name, chosen.get("sampler_settings") or {})
+            return f"wb.engines.paired({engine}, {its})" if self.placement.sampler == "vllm" else engine
         kept = {name: one for name, one in self.asked.items() if name not in _NOT_PLACED and one is not None}
         options = "".join(f", {name}={one!r}" for name, one in {**kept, **self.proposal}.items())
         return f"c.place({self.name!r}{options})"
 
 
-_NOT_PLACED = ("tokens", "nodes", "gpus", "memory", "reference", "critic")
-"""Arguments of `fits` that `Cluster.place` does not have."""
+def _call(engine: str, path: str, settings: Mapping[str, Any]) -> str:
+    return f"wb.engines.{engine}({path!r}{''.join(f', {name}={value!r}' for name, value in settings.items())})"
 
 
-def _further(fit: Fit) -> list[tuple[str, dict[str, Any], str]]:
-    """List (name, arguments, cost) of the settings that can save memory and are not set yet, the cheapest first."""
-    settings, gpus = fit.placement.learner, fit.placement.gpus
-    savings: list[tuple[str, dict[str, Any], str]] = []
-    if not settings.gradient_checkpointing:
-        savings.append(("gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"))
+_NOT_PLACED = ("tokens", "nodes", "gpus", "memory", "reference", "critic", "learner")
+"""Arguments of `fits` that `Cluster.place` does not have, or need not be told."""
+
+
+Saving = tuple[str, dict[str, Any], str]
+"""Name, arguments of `fits`, and cost in words of a setting that saves memory."""
+
+
+def _further(fit: Fit) -> list[Saving]:
+    """List the settings that can save memory and are not set yet, the cheapest first."""
+    settings, kind = fit.placement.learner, "cuda" if fit.placement.gpus else "cpu"
+    alone, half = fit.placement.alone, settings.half(kind)
+    return [*_passes(fit, settings.budget(kind)), *_moments(fit), *_adapters(settings, alone, alone and half)]
+
+
+def _passes(fit: Fit, budget: int) -> Iterator[Saving]:
     length = fit.asked["tokens"]
-    if settings.budget("cuda" if gpus else "cpu") > length:
-        savings.append(("micro-batches of one sequence", {"micro_batch_tokens": length}, "more passes, each smaller"))
-    if gpus and settings.offload == "none":
-        savings.append(("moments in host memory", {"offload": "optimizer"}, "moments cross the bus twice a step"))
-    if gpus and settings.offload != "all":
-        savings.append(("all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"))
+    if budget > length:
+        yield "micro-batches of one sequence", {"micro_batch_tokens": length}, "more, smaller passes"
+    if not fit.placement.learner.gradient_checkpointing:
+        yield "gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"
+
+
+def _moments(fit: Fit) -> Iterator[Saving]:
+    settings = fit.placement.learner
+    if not fit.placement.gpus:
+        return
+    if fit.placement.alone and not settings.lora_rank and settings.optimizer == "adamw":
+        yield "moments in 8 bits", {"optimizer": "adamw8bit"}, "coarser moments; the extra `bits`"
+    if settings.offload == "none":
+        yield "moments in host memory", {"offload": "optimizer"}, "two copies of them over the bus a step"
+    if settings.offload != "all" and not fit.placement.alone:
+        yield "all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"
+
+
+def _adapters(settings: Any, alone: bool, halves: bool) -> Iterator[Saving]:
+    lora = {"lora_rank": settings.lora_rank or 32, "offload": "none", **({"optimizer": "adamw"} if alone else {})}
+    half = {"base_dtype": settings.precision("cuda")} if halves else {}
     if not settings.lora_rank:
-        savings.append(("adapter (LoRA r=32)", {"lora_rank": 32, "offload": "none"}, "trains adapters alone"))
-    return savings
+        yield "adapter (LoRA r=32)", {**lora, **half}, "trains adapters alone"
+    elif half and settings.base_dtype == "float32":
+        yield "base in half precision", half, "none: products round it so already"
+    for name in PACKED if alone and settings.base_dtype not in PACKED else ():
+        yield f"adapter on a base in {name}", {**lora, "base_dtype": name}, "a rounded base"
 
 
 def fits(
@@ -263,6 +306,7 @@ def fits(
     memory: int | None = None,
     reference: bool = True,
     critic: bool = False,
+    learner: str = "fsdp",
     ranks: int | None = None,
     sampler: str | None = "vllm",
     tensor_parallel_size: int = 1,
@@ -277,7 +321,8 @@ def fits(
     response. `gpus` is the number of GPUs, where there are no `nodes` (`c.fits` passes its own). `memory` is the bytes
     of one process; None means those of this machine's GPU, or without GPUs a node's memory divided by its CPUs.
     `reference` and `critic` say whether the recipe has these models in addition to the policy. All other arguments are
-    those of `Cluster.place`, with its defaults.
+    those of `Cluster.place`, with its defaults. `learner="local"` is `engines.local(model, **settings)` in one process,
+    estimated in a second, with `sampler="vllm"` on the same GPU or, with None, sampling itself.
 
     Raises `SettingError` for settings that `place` refuses, or where the memory of a GPU is not known; `EngineError`
     where the model cannot be measured.
@@ -287,10 +332,11 @@ def fits(
     live = [node for node in nodes if node.alive] or [Node("", "", "", True, gpus or 1, gpus, gpus or 1, gpus, 0)]
     there = any(node.gpus for node in live)
     whole = [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in live]
-    for name in ("learner", "replicas", "pool", "threads", "scratch", "template_switches"):
+    for name in ("replicas", "pool", "threads", "scratch", "template_switches"):
         settings.pop(name, None)  # no matter of memory
-    chosen = FsdpSettings.from_parameters(settings)
-    size = ranks_of(chosen.mesh, ranks) or sum(spread(whole, None, int(there)))
+    require(learner in ("fsdp", "local"), "argument learner", expected="'fsdp' or 'local'", found=repr(learner))
+    chosen: Any = (LocalSettings if learner == "local" else FsdpSettings).from_parameters(settings)
+    size = 1 if learner == "local" else ranks_of(chosen.mesh, ranks) or sum(spread(whole, None, int(there)))
     placed = Placement(chosen, size, there, sampler, tensor_parallel_size, rollout is not None, sampler_settings or {})
     have, source = (memory, "as given") if memory is not None else _memory(live if nodes else (), there)
     phases, parameters, cached = _phases(model, placed, tokens, have, reference, critic)
@@ -304,13 +350,12 @@ def _phases(
     holds).
     """
     settings, budget = placement.learner, placement.learner.budget("cuda" if placement.gpus else "cpu")
-    shape = Shape.of(budget, tokens)
-    policy = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus)
+    policy = _footprint(model, placement, settings, budget, tokens)
     room = (have - policy.weights - policy.gradients - policy.optimizer) // 2
     if settings.micro_batch_tokens is None and policy.activations > room:  # as the ranks' `pass_tokens`
         budget = pass_size(budget, policy.activations, room)
-        settings, shape = settings.replace(micro_batch_tokens=budget), Shape.of(budget, tokens)
-        policy = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus)
+        settings = settings.replace(micro_batch_tokens=budget)
+        policy = _footprint(model, placement, settings, budget, tokens)
     config, settings = config_of(model, settings)
     runtime = [] if placement.gpus else [MemoryPart("process", "Python and torch", PROCESS)]
     beside = list(runtime)
@@ -319,15 +364,25 @@ def _phases(
     held = [*beside, *_held("policy", policy)]
     learn, score = [*beside, *_learning("policy", policy)], [*beside, *_scoring("policy", policy)]
     if critic:
-        values = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus, head=True)
+        values = _footprint(model, placement, settings, budget, tokens, head=True)
         turns = [[*_held("policy", policy), *_learning("critic", values)], [*learn, *_held("critic", values)]]
         learn = max(([*beside, *turns[0]], turns[1]), key=lambda parts: sum(part.size for part in parts))
         score, held = [*score, *_held("critic", values)], [*held, *_held("critic", values)]
-    sampling, cached = _sampling(placement, config, policy, have)
+    room = int(SHARE * have) - sum(part.size for part in held) - policy.casts
+    sampling, cached = _sampling(placement, config, policy, have, tokens, room)
     phases = [MemoryPhase("score", tuple(score)), MemoryPhase("learn", tuple(learn))]
     if sampling:
-        phases.insert(0, MemoryPhase("sample", (*(held if placement.shared else runtime), *sampling)))
+        beside_it = held if placement.shared or placement.sampler is None else runtime
+        phases.insert(0, MemoryPhase("sample", (*beside_it, *sampling)))
     return tuple(phases), policy.parameters, cached
+
+
+def _footprint(
+    model: Any, placement: Placement, settings: Any, budget: int, tokens: int, head: bool = False
+) -> Footprint:
+    if placement.alone:
+        return unmeasured(model, settings, max(budget, tokens), "cuda" if placement.gpus else "cpu")
+    return sharded(model, settings, placement.ranks, Shape.of(budget, tokens), gpu=placement.gpus, head=head)
 
 
 def _held(role: str, found: Footprint) -> list[MemoryPart]:
@@ -344,13 +399,18 @@ def _scoring(role: str, found: Footprint) -> list[MemoryPart]:
 
 
 def _sampling(
-    placement: Placement, config: Mapping[str, Any], policy: Footprint, have: int
+    placement: Placement, config: Mapping[str, Any], policy: Footprint, have: int, tokens: int, room: int
 ) -> tuple[list[MemoryPart], int | None]:
     """Compute (the parts that a sampler holds, the tokens of its cache). vLLM's cache is what its share leaves after
-    weights and graphs.
+    weights and graphs; a local engine that samples itself has `room` bytes, and needs those of a group.
     """
-    if placement.sampler is None:
+    if placement.sampler is None and not placement.alone:
         return [], None
+    if placement.sampler is None:
+        token = _cached_token(language(config), 1) * (2 if policy.casts else 4)
+        group = MemoryPart("policy", "KV cache", GROUP * tokens * token)
+        parts = [MemoryPart("policy", "casts of weights", policy.casts), group]
+        return parts, max(room, 0) // token if token else None
     chosen, tp = placement.sampler_settings, placement.tensor_parallel_size if placement.gpus else 1
     if placement.sampler == "local":
         return [MemoryPart("sampler", "weights", 4 * policy.parameters)], None

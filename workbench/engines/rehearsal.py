@@ -30,11 +30,11 @@ from torch import distributed
 from workbench.base.errors import EngineError, boundary
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.loading import resolve
-from workbench.engines.local_engine.memory import moments_of
+from workbench.engines.local_engine.loading import load_model, resolve
+from workbench.engines.local_engine.memory import learning_estimate, moments_of
 from workbench.engines.local_engine.quantised import parameters
 from workbench.engines.protocol import LossCounts, LossOutput
-from workbench.engines.settings import FsdpSettings
+from workbench.engines.settings import FsdpSettings, LocalSettings
 from workbench.engines.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -48,6 +48,10 @@ from workbench.engines.transformers_internals import whole_blocks
 
 SHALLOW = (3, 4)
 """Layers of the two models that are measured in place of a deeper one: more than FSDP has gathered at one time."""
+PACKED = {"int8": 16, "nf4": 9}
+"""Sixteenths of a byte for a number of a frozen matrix that is kept in 4 or 8 bits, scales of blocks included."""
+_HEAD = {(2, True): 8, (2, False): 2, (4, True): 4, (4, False): 0}
+"""(Bytes of a number in a pass, whether the head is trained) → bytes that learning keeps for each of its numbers."""
 log = logging.getLogger("workbench")
 _aten: Any = torch.ops.aten
 _lock = threading.Lock()
@@ -83,6 +87,8 @@ class Footprint:
     optimizer: int
     learning: int
     scoring: int
+    casts: int = 0
+    """Bytes of the copies of weights in half precision that a local engine keeps while it samples (estimated)."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -112,15 +118,15 @@ def sharded(
     from tensors.
     """
     config, settings = config_of(model, settings)
-    return _sharded(json.dumps(config, sort_keys=True), settings, ranks, shape, gpu, head)
+    chosen = _on_cpu(settings, gpu).replace(offload="none")
+    found = _sharded(json.dumps(config, sort_keys=True), chosen, ranks, shape, gpu, head)
+    return _away(found, settings.offload) if gpu else found
 
 
 @lru_cache(maxsize=64)
-def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu: bool, head: bool) -> Footprint:
+def _sharded(config: str, chosen: FsdpSettings, ranks: int, shape: Shape, gpu: bool, head: bool) -> Footprint:
     from workbench.engines.fsdp_engine.meshes import Mesh, sizes_of
     from workbench.engines.fsdp_engine.sharded import ShardedModel
-
-    chosen = _on_cpu(settings, gpu).replace(offload="none")
 
     def opened(folder: str) -> Opened:
         model = ShardedModel(folder, chosen, Mesh("cpu", sizes_of(chosen.mesh, ranks)), head, {})
@@ -128,8 +134,7 @@ def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu:
         return Opened(model.whole, model.optimizer, lambda *given: model.learn(*given, 0), score)
 
     with _fake_ranks(ranks):
-        found = measured(json.loads(config), opened, shape, gpu=gpu, head=head)
-    return _away(found, settings.offload) if gpu else found
+        return measured(json.loads(config), opened, shape, gpu=gpu, head=head)
 
 
 def whole(
@@ -148,6 +153,63 @@ def whole(
     sizes = {name: getattr(found, name) - saved for name in ("optimizer", "learning", "scoring")}
     found = replace(found, **sizes)
     return _away(found, settings.offload) if gpu else found
+
+
+def unmeasured(model: str | Path | Mapping[str, Any], settings: LocalSettings, tokens: int, kind: str) -> Footprint:
+    """Estimate the memory footprint of a local engine on a kind of device (`cpu`, `cuda`) in milliseconds, with passes of
+    `tokens`: its parameters are laid out without memory, the rest is `learning_estimate`.
+
+    Raises `EngineError` where the model's config is not one of transformers.
+    """
+    config, settings = config_of(model, settings)
+    found = _unmeasured(json.dumps(config, sort_keys=True), settings.replace(offload="none"), tokens, kind)
+    return _away(found, settings.offload) if kind == "cuda" else found
+
+
+@lru_cache(maxsize=256)
+def _unmeasured(config: str, settings: LocalSettings, tokens: int, kind: str) -> Footprint:
+    again, width = settings.gradient_checkpointing, 2 if settings.half(kind) else 4
+    model, plain = _laid_out(config, settings, "bfloat16" if width == 2 else "float32")
+    weights, casts = _held(model, settings.base_dtype, width)
+    text, head = model.config.get_text_config(), model.get_output_embeddings().weight
+    parts, trained = learning_estimate(model, plain, tokens), model.get_input_embeddings().weight.requires_grad
+    # autocast keeps what it has cast, and once more where it casts again; of frozen matrices the backward pass keeps it
+    kept = casts * (2 if again else 1) if trained or not again else 0
+    kept += head.numel() * _HEAD[width, trained]
+    stream = width * text.hidden_size * text.num_hidden_layers * tokens
+    if width == 2 and trained and not again:  # norms and the residual stream stay in float32
+        kept += 6 * stream
+    layer = parts["activations"] - stream if again else parts["activations"] // text.num_hidden_layers
+    moments, gradients = parts["optimizer"], parts["gradients"]
+    held = weights + moments
+    learning = held + gradients + parts["activations"] + parts["logits"] + kept
+    scoring = held + layer + parts["logits"] + casts * trained
+    copies = casts + (4 - width) * head.numel()
+    return Footprint(parameters(model), weights, gradients, moments, learning, scoring, copies)
+
+
+def _held(model: Any, base: str, width: int) -> tuple[int, int]:
+    """Count a model's (bytes of weights with its base kept as `base`, bytes of the casts of its matrices, the head's left out)."""
+    rows, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    matrices = [one for one in model.parameters() if one.dim() > 1 and one is not rows and one is not head]
+    weights = sum(one.nbytes for one in model.parameters())
+    wide = sum(one.numel() for one in matrices if one.dtype == torch.float32)
+    if base in PACKED:
+        packed = sum(one.numel() for one in matrices if not one.requires_grad)
+        own = 0 if head is rows else head.numel()  # a head of its own is kept as passes are
+        weights += packed * PACKED[base] // 16 - packed * 4 - own * (4 - width)
+        wide -= packed
+    return weights, (4 - width) * wide
+
+
+def _laid_out(config: str, settings: LocalSettings, dtype: str) -> tuple[Any, LocalSettings]:
+    """Lay out a model on the meta device, its frozen matrices not packed; returns it with the settings for that."""
+    halved = settings.base_dtype not in ("float32", *PACKED)
+    plain = settings.replace(dtype=settings.base_dtype if halved else dtype)
+    plain = plain if halved else plain.replace(base_dtype="float32")
+    with tempfile.TemporaryDirectory() as folder, boundary("laying a model out without memory", EngineError):
+        Path(folder, "config.json").write_text(config, encoding="utf-8")
+        return load_model(folder, plain, empty=True), plain
 
 
 class Opened(NamedTuple):
@@ -324,6 +386,10 @@ class Counting(TorchDispatchMode):
         if any(isinstance(tensor, self._fakes) for tensor in inputs):
             if func is _aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            if (
+                func is _aten.linalg_vector_norm.default
+            ):  # a number for each piece: torch's own way to its shape is slow
+                return inputs[0].new_empty((), dtype=kwargs.get("dtype"))
             result = func(*_by_number(func, args), **kwargs)
         else:
             result = self._made(func, args, kwargs, inputs)

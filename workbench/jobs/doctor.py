@@ -30,6 +30,7 @@ from workbench.views import document as doc
 CHECKS = {
     "packages": ("workbench.jobs.machine:packages", 60),
     "devices": ("workbench.jobs.machine:devices", 60),
+    "models": ("workbench.jobs.cards:models", 120),
     "memory": ("workbench.jobs.machine:host_memory", 30),
     "shared memory": ("workbench.jobs.machine:shared_memory", 30),
     "disk": ("workbench.jobs.machine:disk", 60),

@@ -177,6 +177,11 @@ def devices() -> CheckResult:
     )
 
 
+def half_of(capability: tuple[int, int]) -> str:
+    """Return the half precision in which a GPU of this compute capability multiplies: bfloat16 from sm_80 on."""
+    return "bfloat16" if capability >= (8, 0) else "float16"
+
+
 def cuda_of_driver() -> str | None:
     """Return the newest CUDA version that the NVIDIA driver here supports (`13.0`); None without a driver."""
     try:
@@ -334,22 +339,27 @@ def attention() -> CheckResult:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    capability = torch.cuda.get_device_capability()
+    half, flash = half_of(capability), capability >= (8, 0)
+    query, key, value = torch.randn(3, 2, 4, 128, 64, device="cuda", dtype=getattr(torch, half))
     attend = torch.nn.functional.scaled_dot_product_attention
     with sdpa_kernel(SDPBackend.MATH):
         plain = attend(query.float(), key.float(), value.float(), is_causal=True)
-    ways: dict[str, Callable[[], Any]] = {"torch's flash kernel": lambda: attend(query, key, value, is_causal=True)}
-    if package is not None:
+    backend = SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
+    kernel = "torch's flash kernel" if flash else "torch's memory-efficient kernel"
+    ways: dict[str, Callable[[], Any]] = {kernel: lambda: attend(query, key, value, is_causal=True)}
+    if package is not None and flash:
         turned = [one.transpose(1, 2) for one in (query, key, value)]  # [B, S, heads, head]
         function = importlib.import_module("flash_attn").flash_attn_func
         ways[f"flash-attn {package}"] = lambda: function(*turned, causal=True).transpose(1, 2)
     notes, wrong = [], []
     for name, compute in ways.items():
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
             gap = float((compute().float() - plain).abs().max())
         notes.append(f"{name}: {gap:.1e} from plain attention")
         wrong += [name] if not gap < CLOSE else []
     notes += [] if package or wrong else ["flash-attn is not installed, and not needed"]
+    notes += [] if flash else ["flash kernels need sm_80: leave attn_implementation"]
     do = f"do not use {' or '.join(wrong)}: attn_implementation='eager'"
     return judged("; ".join(notes), (bool(wrong), WRONG, do))
 
@@ -519,8 +529,8 @@ def vllm_engine() -> CheckResult:
     began = time.perf_counter()
     learner = opened(lr=1e-2)  # a step so large that old weights would be seen
     settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_mb": 256}
-    dtype = "bfloat16" if gpu else "float32"
-    with vllm(model(), **settings, dtype=dtype, enforce_eager=True, sleep_mode=gpu) as sampler:
+    # its dtype is its own: in half precision on a GPU, in the one that the card has
+    with vllm(model(), **settings, enforce_eager=True, sleep_mode=gpu) as sampler:
         facts = [f"{sampler.about().partition(', process')[0]}, started in {time.perf_counter() - began:.0f} s"]
         pair = paired(learner, sampler, share_device=gpu)
         updated(learner, recorded())  # beside a GPU's vLLM, which sleeps meanwhile

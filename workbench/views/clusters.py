@@ -181,7 +181,9 @@ def fit(fit: Fit) -> doc.Part:
     title = (
         f"{fit.name} {verdict}: {gib(fit.needed)} of {gib(fit.available)} ({fit.source}) a process in its fullest phase"
     )
-    how = f"  {fit.parameters:,} parameters, learner over {where.ranks} ranks"
+    how = f"  {fit.parameters:,} parameters, learner " + (
+        "in one process" if where.alone else f"over {where.ranks} ranks"
+    )
     if fit.cached is not None:
         sequences = fit.cached // fit.asked["tokens"]
         how += f"; a sampler has cache for {fit.cached:,} tokens, {sequences} sequences of {fit.asked['tokens']:,}"
