@@ -132,8 +132,9 @@ real: $(READY)  ## half an hour on two cores: a pretrained model learns a rule (
 	$(BIN)/workbench train notebooks/111_real_model.ipynb --skip-look -p model=$(REAL) $(ARGS)
 
 # without an installation, with torch and transformers alone: PYTHONPATH=. python tests/gpu/run.py, and so with the benchmark
-gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
+gpu: $(DEV)  ## on a machine with a GPU: its tests, the first day's checks, and the figures for tests/benchmarks/README.md
 	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python tests/benchmarks/gpu_first_day.py
 	$(BIN)/python tests/benchmarks/gpu.py
 
 matrix: $(DEV)  ## the same checks with the oldest, locked, newest and Colab's versions; writes the table of docs/versions.md

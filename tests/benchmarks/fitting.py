@@ -5,7 +5,7 @@ layers recomputed or not, on one and two ranks.
 glibc's own ways. Beside each case is the median of a rank's seconds for an update.
 
     .venv/bin/python tests/benchmarks/fitting.py [shape] [length] [rows] [--heap]
-    .venv/bin/python tests/benchmarks/fitting.py --cards    # estimates of one card's engines beside rehearsals
+    .venv/bin/python tests/benchmarks/fitting.py --cards [size …]    # estimates of one card's engines beside rehearsals
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ def beside_a_rehearsal(config: dict[str, Any], budget: int, **settings: Any) -> 
     return unmeasured(config, chosen, budget, "cuda"), took
 
 
-def table(budget: int) -> Iterator[str]:
-    """One line for each size of the doctor's and each way to keep it: said and measured, and their CPU seconds."""
-    for size, config in cards.SIZES.items():
+def table(budget: int, sizes: list[str]) -> Iterator[str]:
+    """One line for each of the doctor's sizes and each way to keep it: said and measured, and their CPU seconds."""
+    for size in sizes or cards.SIZES:
+        config = cards.SIZES[size]
         for name, kept in PRECISIONS.items():
             for again in (False, True):
                 began = time.process_time()
@@ -137,7 +138,7 @@ def table(budget: int) -> Iterator[str]:
 
 
 if __name__ == "__main__" and "--cards" in sys.argv:
-    for line in table(2048):
+    for line in table(2048, sys.argv[2:]):
         print(line, flush=True)
 elif __name__ == "__main__":
     asked = [one for one in sys.argv[1:] if one != "--heap"] or ["60m", "128", "4"]

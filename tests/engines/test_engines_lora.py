@@ -133,3 +133,20 @@ def test_a_frozen_base_in_bfloat16_takes_half_and_gives_the_numbers_of_autocast(
         SettingError, match="base_dtype='bfloat16'; expected dtype 'auto' or 'bfloat16'; found 'float32'"
     ):
         wb.engines.LocalSettings(base_dtype="bfloat16", dtype="float32")
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "float16"])
+def test_a_base_is_halved_before_it_goes_to_its_device(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, base_dtype: str
+) -> None:
+    """28 GB of a 7B model in float32 do not fit a card of 24 GB, not even for a moment."""
+    plain, kinds = torch.nn.Module.to, list[set[torch.dtype]]()
+
+    def moved(module: torch.nn.Module, *given: Any, **named: Any) -> Any:
+        if hasattr(module, "get_input_embeddings"):
+            kinds.append({one.dtype for name, one in module.named_parameters() if "base_layer.weight" in name})
+        return plain(module, *given, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "to", moved)
+    wb.engines.local(tiny, device="cpu", lora_rank=4, base_dtype=base_dtype, self_check=False)
+    assert kinds and all(one == {getattr(torch, base_dtype)} for one in kinds)

@@ -110,7 +110,7 @@ PROCESS = 420 << 20
 GRAPHS = 2 << 30
 """Approximate bytes of vLLM's share that hold activations and compiled graphs."""
 CPU_CACHE = 256 << 20
-"""Bytes of vLLM's cache on a CPU, where its settings do not say."""
+"""Bytes of vLLM's KV cache on a CPU, where the settings do not give them."""
 GROUP = 8
 """Sequences that a local engine without a sampler beside it must have cache for: a group."""
 

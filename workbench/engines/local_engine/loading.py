@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -146,12 +146,12 @@ def load_model(
     device = "meta" if empty else chosen_device(settings.device)
     if coded:
         quantised.quantise(model, settings.base_dtype, device)
-    if not buffers:
-        model = model.to(device)
-    if settings.lora_rank:
+    if settings.lora_rank:  # before it goes to its device, where a base in float32 may not fit
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
         halve_frozen(model, settings)
+    if not buffers:
+        model = model.to(device)
     if getattr(settings, "routing_replay", False):
         model.workbench_routing = Routing(model)
     if model.device.type == "cpu":
