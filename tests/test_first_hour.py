@@ -45,10 +45,24 @@ def test_own_rows_own_reward_another_reward_beside_it(tiny: str, mine: Path, tmp
 
     with pytest.raises(WorkbenchError, match=r"'mine' is not a data_source with a scorer.*reward=my_function"):
         wb.evaluate(engine, rows[:2], max_tokens=2)
+    before = wb.evaluate(engine, rows[:2], brief, max_tokens=2)  # as a recipe takes it
+    assert "(Student's t, paired by prompt, n = 2)" in repr(wb.evaluate(engine, rows[:2], brief, max_tokens=2) - before)
     with pytest.raises(WorkbenchError, match=r"'mine' is not a data_source with a scorer.*reward=my_function"):
         wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=4), rows.batch(2)).run(until="reward")
     with pytest.raises(RunError, match=r"step 3 cannot be opened at 'reward'.*trace_freq=1.* keeps every trace"):
         run.stepper(3, at="reward")
+
+
+def test_a_folder_that_lies_above_is_named_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """README's line in a notebook of notebooks/, where JupyterLab starts."""
+    (tmp_path / "data" / "tiny").mkdir(parents=True)
+    (tmp_path / "data" / "tiny" / "config.json").write_text("{}")
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    with pytest.raises(WorkbenchError, match=r"no model 'data/tiny'.*found this folder in .*; pass '.*data/tiny'"):
+        wb.engines.local("data/tiny")
 
 
 def test_what_is_handed_in_wrongly_is_named_at_the_door(tiny: str, tmp_path: Path) -> None:

@@ -100,6 +100,11 @@ def test_html_folds_tracebacks_and_counts_what_was_not_judged() -> None:
     assert wb.views.samples(judged(), rows=2)._repr_html_() == html
 
 
+def test_a_bar_of_the_static_table_is_measured_by_all_rows_as_in_the_live_one() -> None:
+    html = samples(judged(), rows=1, where={"reward": 0.25})._repr_html_()
+    assert ".75) 0% 25%," in html and "100%," not in html
+
+
 def test_by_group_says_the_prompt_once() -> None:
     html = samples(judged(), order="best", by_group=True).html()
     assert lint(html) == [] and [html.count(f"question {row}") for row in (0, 1, 2)] == [1, 0, 1]

@@ -29,6 +29,10 @@ class Estimate:
     how: str = "Wilson"
     """How the interval was made: `Wilson`, or `bootstrap` over items (percentiles of 1,000 resamples, seed 0)."""
 
+    def __repr__(self) -> str:
+        within = f"95 % in [{self.low:.4g}, {self.high:.4g}]" if self.low == self.low else "no interval"
+        return f"{self.value:.4g}, {within} ({self.how}, n = {self.n})"
+
 
 def share(by_item: Iterable[tuple[Hashable, float]]) -> Estimate:
     """Average the credits of items and give the interval over items; `by_item` has pairs (item, credit in [0, 1]).

@@ -21,7 +21,7 @@ from typing import Any
 
 from workbench.base import runtime
 from workbench.base.config import helpers, require, source_of
-from workbench.base.errors import DataError, RewardError, describe, first_line, unknown
+from workbench.base.errors import DataError, RewardError, describe, first_line, nearest, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
 from workbench.datasets.records import has_user, truth_of
@@ -286,8 +286,11 @@ def scorer_for(
     if name in CODE_SOURCES:
         do = "pass reward=rewards.by_data_source(sandbox=wb.sandbox.local()), or sandbox.remote(url)"
         raise DataError(f"rows of {data_source!r} are scored by running code", expected="a sandbox", do=do)
-    why = unknown("data_source with a scorer", str(data_source), (*table, *CODE_SOURCES, *(aliases or {})))
-    raise DataError(why, do="pass your own: reward=my_function, or aliases={...} of by_data_source")
+    names = (*table, *CODE_SOURCES, *(aliases or {}))
+    close = nearest(str(data_source), names)
+    do = (f"did you mean {close!r}? Else " if close else "") + "pass your own: reward=my_function"
+    expected = f"reward=my_function, or a source of {', '.join(names)} (by_data_source(aliases={{…}}) adds names)"
+    raise DataError(f"{str(data_source)!r} is not a data_source with a scorer", expected=expected, do=do)
 
 
 def check_sources(

@@ -184,8 +184,8 @@ class Evaluation(Shown):
 def evaluate(
     model: Any,
     rows: Rows,
-    *,
     reward: Any = None,
+    *,
     samples: int = 1,
     temperature: float = 1.0,
     max_tokens: int | None = None,
@@ -196,6 +196,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample and score responses to every row, or to the first `limit`; with an `agent` every sample is an episode.
 
+    `reward` is a function or whatever else a recipe takes; None: the scorer of each row's `data_source`.
     `model` is an engine, a model or checkpoint folder, a run folder, or a `Run`; of a run the newest checkpoint is used.
     `max_tokens` is by default that of the run's rollout, else 128. A damaged checkpoint raises `CheckpointError`.
     `temperature=0` is greedy. A row's seed is derived from (seed, "validation", uid, sample): it is the same at every

@@ -284,4 +284,4 @@ def cut(text: object, limit: int) -> str:
 
 def one_line(text: object, limit: int = 110) -> str:
     """Put a text on one line: cut to `limit` characters, line ends and control characters made visible."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text)[:limit])
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in cut(text, limit))

@@ -71,8 +71,9 @@ def question(chat: Any) -> str:
 def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:
     """Show the start of a prompt, and the start of a response that unfolds to both in full and to `further` parts."""
     full: list[doc.Part] = [doc.block(prompt), doc.RULE] if prompt is not None else []
-    start = response.replace("\n", " ⏎ ")[:CUT]
-    return doc.cut(prompt or "", CUT), doc.Fold(start, [*full, doc.block(response), *further])
+    return doc.cut(prompt or "", CUT), doc.Fold(
+        doc.cut(response.replace("\n", " ⏎ "), CUT), [*full, doc.block(response), *further]
+    )
 
 
 def rubric(rubric: Rubric) -> doc.Part:

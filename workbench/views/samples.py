@@ -72,7 +72,7 @@ class SampleIndex:
         elif reward.isin((0.0, 1.0)).all():
             parts.append(f"{int(reward.sum())} right")
         else:
-            parts.append(f"mean reward {reward.mean():.3g} ({reward.min():g} to {reward.max():g})")
+            parts.append(f"mean reward {reward.mean():.3g} ({reward.min():.4g} to {reward.max():.4g})")
         counts = Counter(frame.get("status", ()))
         parts += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]
@@ -210,9 +210,9 @@ def group_line(index: SampleIndex, group: int) -> str:
     numbers = index.groups.loc[group]
     parts = [f"{int(numbers['samples'])} samples"]
     if "mean" in numbers:
-        parts += [f"mean reward {numbers['mean']:g}"] if numbers["scored"] else ["none scored"]
-        parts += [f"deviation {numbers['std']:g}"] if numbers["scored"] > 1 else []
-    return ", ".join([*parts, *([f"advantages over {numbers['spread']:g}"] if "spread" in numbers else [])])
+        parts += [f"mean reward {numbers['mean']:.4g}"] if numbers["scored"] else ["none scored"]
+        parts += [f"deviation {numbers['std']:.4g}"] if numbers["scored"] > 1 else []
+    return ", ".join([*parts, *([f"advantages over {numbers['spread']:.4g}"] if "spread" in numbers else [])])
 
 
 class SamplesView(doc.View):
@@ -313,7 +313,7 @@ class SamplesView(doc.View):
         return doc.Either([*head, *lines, *notes], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
-        top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
+        top = max(*map(abs, self.index.spans.get("reward", (0.0, 1.0))), 1e-9)  # as in the live table: of all rows
         texts = "response" if self.by_group else "prompt → response"
         names = self.columns
         header = ["row", texts, "reward", "score", "advantage", "tokens"] if names is None else names
@@ -392,7 +392,7 @@ _TOLD = ("row", "group", "prompt", "response", "reward", "why", "tokens", "finis
 def _row_lines(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[str]) -> list[str]:
     lines = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
-        lines.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
+        lines.append(f"reward {row['reward']:.4g}" if row["reward"] == row["reward"] else "not scored")
     lines += [doc.one_line(row[LEFT_OUT])] if LEFT_OUT in row else []
     lines += [doc.one_line(row["why"])] if row.get("why") else []
     tokens, finish = _tokens(row)
@@ -427,7 +427,7 @@ def _judgement(row: Any, score: Any) -> doc.Part:
     if score.answer is not None:
         parts.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
     if score.parts:
-        parts.append(", ".join(f"{name} {value:g}" for name, value in score.parts.items()))
+        parts.append(", ".join(f"{name} {value:.4g}" for name, value in score.parts.items()))
     if not score.scored:
         parts.append(doc.bold(score.status.value, style=BAD))
     more = [(doc.bold(doc.cut(name, 60)), doc.block(text)) for name, text in extras(score)]
@@ -573,7 +573,7 @@ class SampleCard(doc.View):
             values = [doc.number(one.get("reward"), "g"), doc.number(one.get("advantage"), "+.3f")]
             cells.append([str(row), *values, unfolding(None, _response(one))])
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
-        return doc.Fold(f"the prompt's other samples ({numbers})", table, opened=True) if cells else ()
+        return doc.Fold(f"the prompt's other samples (of {numbers})", table, opened=True) if cells else ()
 
 
 def _label(name: str) -> doc.Part:

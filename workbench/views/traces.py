@@ -317,7 +317,7 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
         if place + 1 < len(stages):
             later = {name for stage in stages[place + 1 :] for name in stage.reads}
             used = [doc.cut(name, 40) for name in stage.writes if name in later]
-            boxes.append(doc.line(doc.stacked(used), " →", style=_ARROW))
+            boxes.append(doc.line(doc.stacked(used), " →" if used else "", style=_ARROW))
     rows = list[list[doc.Part]]()
     for stage in stages:
         rows.append([doc.bold(stage.name), ", ".join(stage.reads), ", ".join(stage.writes), repr(stage)])

@@ -83,14 +83,17 @@ def check_hub(name: str) -> None:
 
     if any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
         return
+    if above := next((folder for folder in Path.cwd().parents if (folder / name / "config.json").is_file()), None):
+        expected, found = f"a path that starts in {str(Path.cwd())!r}", f"this folder in {str(above)!r}"
+        raise EngineError(f"no model {name!r}", expected=expected, found=found, do=f"pass {str(above / name)!r}")
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
     except EntryNotFoundError:
         return  # an adapter alone, or weights in another form: transformers says what it can do with them
-    except Exception as error:  # there are as many kinds of error as ways to have no network
+    except Exception as error:  # noqa: BLE001 - there are as many kinds of error as ways to have no network
         found, do = why(error)
         expected = f"a folder with config.json (paths start in {str(Path.cwd())!r}), or a name on the Hugging Face hub"
-        raise EngineError(f"no model {name!r}", expected=expected, found=found, do=do) from error
+        raise EngineError(f"no model {name!r}", expected=expected, found=found, do=do) from None  # 200 lines of sockets
 
 
 def chosen_device(device: str) -> str:
