@@ -197,7 +197,7 @@ def test_who_commits_meanwhile_is_not_overwritten(hub: FakeHub, run: wb.Run, mon
 def test_no_secret_is_written_anywhere(
     hub: FakeHub, run: wb.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = run.publish("me/model", record=True)
+    done = run.publish("me/model")
     captured = capfd.readouterr()
     texts = [repr(done), done.card, captured.out, captured.err, caplog.text, *published(hub).values()]
     files = [
@@ -205,9 +205,6 @@ def test_no_secret_is_written_anywhere(
     ]
     for text in (*texts, *(one.read_bytes() for one in files)):
         assert TOKEN.encode() not in (text if isinstance(text, bytes) else text.encode())
-    there = wb.load_run("hf://me/model")
-    assert there.rows == run.rows and list(there.traces) == list(run.traces) and len(there.val()) == len(run.val())
-    assert "paths" not in there.summary and there.summary["reward_after"] == run.summary["reward_after"]
     config = json.loads(published(hub)["config.json"])
     assert config["model_type"] == "qwen2"
 

@@ -36,6 +36,13 @@ def is_hub_name(text: str) -> bool:
     return False
 
 
+def hub_address(name: str) -> str:
+    """Return the address of a model's repository."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{name}"
+
+
 def why(error: Exception, what: str = "model") -> tuple[str, str]:
     """Explain a failed request to the hub about a `what`; returns (what was found, what to do) for the error message."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -72,7 +79,6 @@ class Repository:
         """The commit's hash."""
         self.sizes: dict[str, int] = {}
         """Name of each file → its bytes; names that lead out of the repository are left out."""
-        causes: list[Exception] = []
         wanted = [one or "main" for one in revisions]
         for self._revision in wanted:
             try:
@@ -82,17 +88,15 @@ class Repository:
                 files = {one.rfilename: int(one.size or 0) for one in about.siblings or ()}
                 self.sizes = {name: size for name, size in files.items() if {"", ".."}.isdisjoint(name.split("/"))}
                 break
-            except RevisionNotFoundError as cause:
-                causes.append(cause)
-            except RepositoryNotFoundError as cause:
-                causes.append(cause)
-                break
-            except Exception as cause:  # noqa: BLE001 - offline, or as many kinds of error as ways to have no network
-                causes.append(cause)
-                any(map(self._cached, wanted))
+            except Exception as error_of_it:  # noqa: BLE001 - offline, or as many kinds as ways to have no network
+                cause = error_of_it
+                if isinstance(cause, RevisionNotFoundError):
+                    continue
+                if not isinstance(cause, RepositoryNotFoundError):
+                    any(map(self._cached, wanted))
                 break
         if not self.commit:
-            self._refuse(causes, what)
+            self._refuse(cause, what)
         if len(self.sizes) > NAMES_LIMIT:
             raise error(f"{name} on the hub", expected=f"at most {NAMES_LIMIT:,} files", found=f"{len(self.sizes):,}")
 
@@ -108,10 +112,9 @@ class Repository:
         self.commit, self._revision = folder.name if files else "", revision
         return bool(files)
 
-    def _refuse(self, causes: Sequence[Exception], what: str) -> None:
+    def _refuse(self, cause: Exception, what: str) -> None:
         from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 
-        cause = causes[-1]
         found, do = why(cause, what)
         if isinstance(cause, RevisionNotFoundError):
             found, do = f"no revision {self._revision!r}", "name a branch, a tag or a commit that it has"

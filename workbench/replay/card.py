@@ -43,19 +43,18 @@ def write_card(run: Any, folder: Path, name: str, base: str, form: str) -> str:
     parts_of = {**settings["stages"], "train": settings["train"]}
     versions = {"workbench": version(), "commit": settings.get("code"), **settings.get("versions", {})}
     used = [(use, f"{_place(one)}, hash {of_it}") for use, one, of_it in data]
+    settings_of = _table([(one, _shortly(what)) for one, what in parts_of.items()])
     sections = {
         "Held-out reward": _table(summary.pairs() if summary else []),
         "Data": _table(used),
-        "Recipe": _table([(one, _shortly(what)) for one, what in parts_of.items()])
-        + "\n\n"
-        + _fenced(recipe(settings)),
+        "Recipe": f"{settings_of}\n\n{_fenced(recipe(settings))}",
         "Curves": f"![curves]({CURVES})" if (folder / CURVES).is_file() else "",
         "Reward": _fenced(reward) if reward else "",
         "Findings": "\n".join(f"- {_cell(one)}" for one in run.diagnose().findings) or "None.",
         "Versions": _table([(one, str(found)) for one, found in versions.items() if found]),
     }
     start = (
-        f"A model trained by reinforcement learning with workbench, from {_place(base or path) or 'a model in memory'}."
+        f"A model trained by reinforcement learning with workbench, from {_place(base or path or 'a model in memory')}."
     )
     head = [_front(base or path, [source for _, source, _ in data], form), f"# {name.partition('/')[2]}", start]
     text = "\n\n".join([*head, *(f"## {title}\n\n{one}" for title, one in sections.items() if one)]) + "\n"
@@ -96,22 +95,18 @@ def recipe(settings: Mapping[str, Any]) -> str:
     lines = ["import workbench as wb", ""]
     for role, record in settings["engines"].items():
         kind = "fsdp" if record.get("ranks") else "local"
-        chosen = {key: value for key, value in record.items() if key not in ("path", "files_crc32")}
-        lines.append(
-            f"{role} = {_call(f'wb.engines.{kind}', resolve_name(f'workbench.engines:{kind}'), chosen, [repr(_place(record.get('path', '')))])}"
+        chosen, path = (
+            {key: one for key, one in record.items() if key not in ("path", "files_crc32")},
+            record.get("path", ""),
         )
+        opened = _call(f"wb.engines.{kind}", resolve_name(f"workbench.engines:{kind}"), chosen, [repr(_place(path))])
+        lines.append(f"{role} = {opened}")
     lines += [f"rows = wb.rows({_place(settings['data'])!r})", "pipe = wb.Pipeline(", "    ["]
     for one in settings.get("pipeline", ()):
         lines.append(f"        {_made(one['class'] or one['name'], one['arguments'])},")
     plan = {key: value for key, value in settings["train"].items() if key not in ("trackers", "project", "experiment")}
-    return "\n".join(
-        [
-            *lines,
-            "    ]",
-            ")",
-            f"await {_call('wb.train', resolve_name('workbench.runs.settings:TrainSettings'), plan, ['pipe', 'rows'])}",
-        ]
-    )
+    trained = _call("wb.train", resolve_name("workbench.runs.settings:TrainSettings"), plan, ["pipe", "rows"])
+    return "\n".join([*lines, "    ]", ")", f"await {trained}"])
 
 
 def _call(path: str, kind: Any, arguments: Mapping[str, Any], first: list[str]) -> str:
@@ -125,9 +120,8 @@ def _call(path: str, kind: Any, arguments: Mapping[str, Any], first: list[str]) 
 def _made(name: str, arguments: Mapping[str, Any]) -> str:
     """Write the call that makes an object of this package."""
     room = next((room for room in _ROOMS if hasattr(resolve_name(f"workbench.{room}"), name)), None)
-    if room is None:
-        return _call(name, None, arguments, [])
-    return _call(f"wb.{room}.{name}", resolve_name(f"workbench.{room}:{name}"), arguments, [])
+    kind = resolve_name(f"workbench.{room}:{name}") if room else None
+    return _call(f"wb.{room}.{name}" if room else name, kind, arguments, [])
 
 
 def _code(plain: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,20 +15,19 @@ from typing import Any
 
 from workbench.base.errors import RunError, SettingError, WorkbenchError, first_line
 from workbench.base.files import MANIFEST
-from workbench.base.hub import is_hub_name
+from workbench.base.hub import hub_address, is_hub_name
 from workbench.base.shown import Shown, shown
 from workbench.engines.exporting import check_form, write_form
 from workbench.engines.local_engine.loading import resolve
 from workbench.replay.card import write_card
-from workbench.replay.remote import RUN
 from workbench.runs.conditions import BEST
-from workbench.runs.folder import write_json, written
+from workbench.runs.folder import written
 
-_RECORD = ("settings.json", "metrics.jsonl", "traces/*", "val/*")
-"""Files of a run folder that are published as its record."""
 _GIT = ".gitattributes"
 """The file that the hub writes when it makes a repository."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_TEXTS = (".json", ".md", ".jinja", ".txt")
+_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 
 
 def save(run: Any, folder: str | Path, form: str, dtype: str | None, step: int | str | None) -> Path:
@@ -85,44 +85,32 @@ class Publication(Shown):
         ]
 
 
-def publish(
-    run: Any,
-    name: str,
-    private: bool,
-    how: Mapping[str, Any],
-    base: str,
-    record: bool,
-    update: bool,
-    dry_run: bool | None,
-) -> Publication:
-    """Upload a run's model with a card, as one commit: see `Run.publish`. `how` are the arguments of `save`."""
-    if not (is_hub_name(name) and "@" not in name):
+def publish(run: Any, name: str, how: Mapping[str, Any], asked: Mapping[str, Any]) -> Publication:
+    """Upload a run's model with a card, as one commit: see `Run.publish`. `how` are the arguments of `save`, `asked` the others."""
+    if not _NAME.fullmatch(name):
         raise SettingError("name of a repository", expected="owner/name", found=repr(name))
-    dry = in_job() if dry_run is None else dry_run
+    dry = in_job() if asked["dry_run"] is None else asked["dry_run"]
     token = "" if dry else _logged_in(name.partition("/")[0])
     with tempfile.TemporaryDirectory(prefix="workbench-publish-") as place:
         folder = Path(place) / name.partition("/")[2]
         save(run, folder, **how)
         (folder / MANIFEST).unlink(missing_ok=True)
         if how["form"] == "adapter":
-            _name_base(folder / "adapter_config.json", base)
-        card = write_card(run, folder, name, base, how["form"])
+            _name_base(folder / "adapter_config.json", asked["base"])
+        card = write_card(run, folder, name, asked["base"], how["form"])
         files = {one.name: one for one in sorted(folder.iterdir())}
-        if record:
-            files |= _record_of(run, Path(place))
         sizes = {one: path.stat().st_size for one, path in files.items()}
-        from huggingface_hub import constants
-
-        plan = Publication(repository=name, url=f"{constants.ENDPOINT}/{name}", private=private, files=sizes, card=card)
+        url = hub_address(name)
+        plan = Publication(repository=name, url=url, private=asked["private"], files=sizes, card=card)
         sys.stdout.write(f"{plan!r}\n")
         if dry:
             return plan
         for one, path in files.items():
-            if path.suffix in (".json", ".jsonl", ".md", ".jinja", ".txt") and token.encode() in path.read_bytes():
+            if path.suffix in _TEXTS and token.encode() in path.read_bytes():
                 raise RunError(
                     f"file {one} has the hub's token in it", do="take it out of the run's settings and texts"
                 )
-        return replace(plan, commit=_upload(plan, files, update))
+        return replace(plan, commit=_upload(plan, files, asked["update"]))
 
 
 def in_job() -> bool:
@@ -156,15 +144,6 @@ def _name_base(path: Path, base: str) -> None:
         do = "name it: publish(…, base='owner/model')"
         raise SettingError("base of a published adapter", expected="a name on the hub", found=repr(base), do=do)
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
-def _record_of(run: Any, place: Path) -> dict[str, Path]:
-    """List the files of a run's record by their names in the repository; its summary is written again without this machine's paths."""
-    source = run.fetch()
-    found = [path for one in _RECORD for top in source.glob(one) for path in (top, *top.rglob("*")) if path.is_file()]
-    write_json(place / "summary.json", {key: value for key, value in run.summary.items() if key != "paths"})
-    named = {f"{RUN}/{path.relative_to(source).as_posix()}": path for path in found}
-    return {**named, f"{RUN}/summary.json": place / "summary.json"}
 
 
 def _upload(plan: Publication, files: Mapping[str, Path], update: bool) -> str:

@@ -27,8 +27,6 @@ FRESH = 2.0
 LISTED = 15.0
 INDEX = ("trace.json", "kept.json", "update.json", "manifest.json", "state.json")
 """Files of a step that are copied together with the list of files, so that the recorded steps are known."""
-RUN = "run"
-"""The folder of a published model's repository that has the run's record."""
 TEXT_LIMIT = 1 << 30
 """Bytes that a JSON file of a run on the hub may have."""
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::|://)")
@@ -58,39 +56,36 @@ def reading(address: str) -> Iterator[None]:
 def opened(address: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it. Raises `RunError` where it cannot be opened."""
     if address.startswith("hf://"):
-        return OnHub.at(address)
+        return (system := OnHub(address)), system.root
     with reading(address):
         system, root = fsspec.url_to_fs(address)
         return system, str(root).rstrip("/")
 
 
 class OnHub:
-    """The part of fsspec's interface that is used here, over a repository of the hub at one commit and through the hub's cache."""
+    """The part of fsspec's interface that is used here, over a repository of the hub at one commit and through the hub's cache.
+
+    Made of `hf://owner/name[@revision][/folder]`. Raises `RunError` for another form, and where there is no such repository.
+    """
 
     _ADDRESS = re.compile(r"hf://(datasets/|models/)?([^/@]+/[^/@]+)(?:@((?:refs/[^/]+/)?[^/]+))?(?:/(.+))?")
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository, self._top = repository, f"{repository.name}/"
-
-    @classmethod
-    def at(cls, address: str) -> tuple[OnHub, str]:
-        """Open `hf://owner/name[@revision][/folder]`; also returns the run's folder there, by default the one with settings.json
-        at the top or in `RUN`. Raises `RunError` for another form, and where there is no such repository."""
-        found = cls._ADDRESS.fullmatch(address.rstrip("/"))
+    def __init__(self, address: str) -> None:
+        found = self._ADDRESS.fullmatch(address.rstrip("/"))
         if found is None:
             expected = "hf://owner/name, hf://owner/name@revision or hf://owner/name/folder"
             raise RunError("address of a run on the hub", expected=expected, found=shown(address))
         kind, name, revision, folder = found.groups()
         what = "dataset" if kind == "datasets/" else "model"
-        repository = Repository(what, name, (revision,), RunError, "repository")
-        inside = "settings.json" not in repository.sizes and f"{RUN}/settings.json" in repository.sizes
-        folder = folder or (RUN if inside else "")
-        return cls(repository), f"{name}/{folder}".rstrip("/")
+        self._repository, self._top = Repository(what, name, (revision,), RunError, "repository"), f"{name}/"
+        self.root = f"{name}/{folder or ''}".rstrip("/")
+        """The folder's path, `owner/name/folder`."""
 
-    def address(self, root: str) -> str:
-        """The address of a folder with the commit that is read."""
+    @property
+    def address(self) -> str:
+        """The folder's address with the commit that is read."""
         kind, name = "datasets/" * (self._repository.kind == "dataset"), self._repository.name
-        return f"hf://{kind}{name}@{self._repository.commit}{root.removeprefix(name)}"
+        return f"hf://{kind}{name}@{self._repository.commit}{self.root.removeprefix(name)}"
 
     def invalidate_cache(self) -> None:
         """Do nothing: a commit does not change."""
@@ -105,10 +100,7 @@ class OnHub:
 
     def glob(self, pattern: str) -> list[str]:
         """List the files whose whole path matches a pattern, in which `*` stands for a part of one name."""
-        parts = pattern.count("/")
-        return [
-            one for one in self.find(self._top[:-1]) if one.count("/") == parts and PurePosixPath(one).match(pattern)
-        ]
+        return [one for one in self.find(self._top[:-1]) if PurePosixPath(one).match(pattern)]
 
     def get_file(self, path: str, target: str) -> None:
         """Put a file of the hub's cache at `target`, without a second copy of its bytes where the file system allows that."""
@@ -161,7 +153,7 @@ class Remote(RunFiles):
         self._system, self._root = opened(address)
         name = PurePosixPath(unquote(self._root)).name or "run"
         super().__init__(Path(tempfile.mkdtemp(dir=_copies().name)) / name)
-        self.address = self._system.address(self._root) if isinstance(self._system, OnHub) else shown(address)
+        self.address = self._system.address if isinstance(self._system, OnHub) else shown(address)
         self.local.mkdir()
         self._looked = self._listed = -1e9
         self.names: list[str] = []

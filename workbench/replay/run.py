@@ -783,7 +783,6 @@ class Run(Shown):
         dtype: str | None = None,
         step: int | str | None = None,
         base: str = "",
-        record: bool = False,
         update: bool = False,
         dry_run: bool | None = None,
     ) -> publishing.Publication:
@@ -798,8 +797,6 @@ class Run(Shown):
             private: whether only its owner sees it.
             form: what is uploaded; with `dtype` and `step` as in `save`.
             base: the base model's hub name, where the run began with a folder.
-            record: also upload the run's own record as the folder `run`: settings, metrics, recorded steps and held-out samples, with
-                prompts and responses; `wb.load_run("hf://owner/name")` opens it.
             update: add a commit to a repository that has files.
             dry_run: only show what would be uploaded; None: in a job (`workbench train`, papermill).
 
@@ -807,7 +804,8 @@ class Run(Shown):
             >>> run.publish("me/model", dtype="bfloat16", dry_run=True)  # doctest: +SKIP
         """
         how = {"form": form, "dtype": dtype, "step": step}
-        return publishing.publish(self, name, private, how, base, record, update, dry_run)
+        asked = {"private": private, "base": base, "update": update, "dry_run": dry_run}
+        return publishing.publish(self, name, how, asked)
 
     @property
     def symptoms(self) -> Symptoms:
