@@ -85,6 +85,18 @@ def test_merged_weights_are_base_and_adapter_and_open_in_transformers(
 
 
 @pytest.mark.slow
+def test_a_base_kept_in_bfloat16_is_merged_as_it_was_trained(tiny: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
+    from safetensors.torch import load_file
+
+    run = trained(tiny, tmp_path / "run", lora_rank=4, base_dtype="bfloat16")
+    saved = load_file(run.save(tmp_path / "merged") / "model.safetensors")
+    mine = run.engine(3).full_weights()
+    assert {one.dtype for one in saved.values()} == {torch.float32}
+    assert all(torch.equal(one, mine[name].float()) for name, one in saved.items())
+
+
+@pytest.mark.slow
 def test_an_adapter_opens_in_peft_and_any_step_is_saved(adapted: wb.Run, tiny: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -67,6 +67,9 @@ def write_form(source: Path, target: Path, form: str, dtype: str | None, name: s
         settings = LocalSettings.from_parameters({"device": "cpu", "base_dtype": base_dtype})
         model = loading.load_model(source, settings)
         loading.save_model(model, None, loading.load_tokenizer(source, model, settings), target, merged=True)
+        dtype = dtype or (
+            None if base_dtype == "float32" else "float32"
+        )  # what has no adapter is still in the base's dtype
     elif form != "gguf":
         for path in (one for one in loading.model_files(source) if one.name != loading.HEAD):
             shutil.copy2(path, target / path.name)
@@ -115,7 +118,7 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
         import gguf
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(folder))
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     if config.model_type not in ARCHITECTURES or getattr(config, "use_sliding_window", False):
         expected, do = ", ".join(ARCHITECTURES), "form='merged', then llama.cpp's convert_hf_to_gguf.py"
         raise EngineError("a GGUF file", expected=expected, found=config.model_type, do=do)
