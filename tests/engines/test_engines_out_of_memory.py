@@ -96,6 +96,7 @@ def test_what_others_hold_of_a_gpu_is_named_with_share_device(monkeypatch: pytes
         ("the optimizer step", (4, 4, 20), 31, {}, r"offload='optimizer' or lora_rank=32 .* or more ranks"),
         ("the optimizer step", (4, 4, 20), 31, {"offload": "optimizer", "lora_rank": 8}, r"more ranks: engines.fsdp\(…\)$"),
         ("scoring", (29, 0, 0), 31, {}, r"lower micro_batch_tokens, or lora_rank=32.*a smaller model$"),
+        ("scoring", (29, 0, 0), 31, {"lora_rank": 8}, r"lower micro_batch_tokens, or base_dtype='nf4'.*a smaller model$"),
         ("sampling", (10, 0, 0), 40, {}, r"lower max_wave$"),
         ("learn", (4, 4, 4), 79, {}, r"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     ],

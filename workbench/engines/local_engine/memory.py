@@ -237,12 +237,16 @@ def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool
         return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: what is cached is in pieces that are too small"
     if largest.startswith("KV cache"):
         return "lower max_wave"
+    sole = type(settings) is LocalSettings  # ranks have neither
     adapters = [] if settings.lora_rank else ["lora_rank=32 (gradients and moments of adapters alone)"]
     if largest in ("gradients", "moments"):
         away = ["offload='optimizer'"] if gpu and settings.offload == "none" else []
-        return " or ".join([*away, *adapters, "more ranks: engines.fsdp(…)"])
+        eighth = ["optimizer='adamw8bit'"] if sole and settings.optimizer == "adamw" else []
+        return " or ".join([*away, *adapters, *eighth, "more ranks: engines.fsdp(…)"])
     if largest == "weights":
-        return " or ".join([*adapters, "more ranks: engines.fsdp(…)", "a smaller model"])
+        codes = ["base_dtype='nf4' (the base in 4 bits)"] if sole and settings.lora_rank else []
+        smaller = codes if settings.base_dtype != "nf4" else []
+        return " or ".join([*adapters, *smaller, "more ranks: engines.fsdp(…)", "a smaller model"])
     again = ["set gradient_checkpointing=True"] if phase == "learn" and not settings.gradient_checkpointing else []
     return " or ".join([f"lower micro_batch_tokens (now {settings.budget('cuda' if gpu else 'cpu'):,})", *again])
 
