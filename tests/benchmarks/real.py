@@ -148,7 +148,7 @@ def side_hour(job: Job) -> None:
 
 
 def side_half(job: Job) -> None:
-    """How far bfloat16 moves log-probs of 128 rows of `tokens` tokens that float32 sampled: as `dtype`, and as `base_dtype` of LoRA."""
+    """How far half precision and a base in codes move log-probs of 128 rows of `tokens` tokens that float32 sampled."""
     import torch
 
     import workbench as wb
@@ -175,7 +175,8 @@ def side_half(job: Job) -> None:
     answer(held=memory("VmRSS"))
     sys.stdin.readline()
     cpu = time.process_time()
-    sides = {"bfloat16": {"dtype": "bfloat16"}, "base_dtype": {"lora_rank": 8, "base_dtype": "bfloat16"}}
+    sides = {"bfloat16": {"dtype": "bfloat16"}, "float16": {"dtype": "float16"}}
+    sides |= {f"base_dtype {kind}": {"lora_rank": 8, "base_dtype": kind} for kind in ("bfloat16", "int8", "nf4")}
     apart = {"sampled beside scored": (sampled - plain).abs()}
     for name, each in sides.items():
         apart[name] = (opened(**each).compute_log_probs(batch)["log_probs"] - plain).abs()
