@@ -126,6 +126,15 @@ def test_samples_follow_the_distribution(folder: Path) -> None:
     assert (found - expected).abs().max() < 0.02
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("learning_rate", "it is lr"), ("load_in_4bit", "base_dtype='nf4' with lora_rank"), ("lora_r", "it is lora_rank")],
+)
+def test_a_name_of_another_library_is_answered_with_the_one_here(theirs: str, ours: str) -> None:
+    with pytest.raises(SettingError, match=ours):
+        local("data/tiny-arith", **{theirs: 1})
+
+
 def test_learning_rates() -> None:
     assert [learning_rate(1.0, step, "constant", 4, None) for step in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
     assert learning_rate(1.0, 6, "cosine", 2, 10) == pytest.approx(0.5)

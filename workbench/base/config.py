@@ -28,7 +28,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 from workbench.base.errors import SettingError, WorkbenchError, describe, first_line, unknown
 
@@ -267,6 +267,9 @@ def _hints(kind: type) -> dict[str, Any]:
 class Settings:
     """Base of all settings classes, which are frozen, keyword-only dataclasses."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Names that other libraries have for these settings → how they are set here."""
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         """Return the names of the settings of this class, in the order of their definition."""
@@ -279,7 +282,7 @@ class Settings:
         Raises `SettingError` for an unknown name, and for a value that does not fit the setting's type.
         """
         hints = _hints(cls)  # type: ignore[arg-type] # mypy does not take a class for hashable
-        refuse_unknown(cls.__name__, parameters, cls.field_names(), {})
+        refuse_unknown(cls.__name__, parameters, cls.field_names(), cls.elsewhere)
         return cls(**{name: coerce(name, value, hints[name]) for name, value in parameters.items()})
 
     def replace(self, **changes: Any) -> Self:
