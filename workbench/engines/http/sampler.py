@@ -14,11 +14,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -27,6 +27,8 @@ from workbench.base import runtime
 from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError
 from workbench.base.http import Client, Refused, Unreachable
+from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.core import DataProto
 from workbench.engines.http import server
 from workbench.engines.http.server import SGLANG, VLLM, About, ProbeFindings, RemoteSettings, ServerReply, checked
 from workbench.engines.local_engine import lora
@@ -305,6 +307,16 @@ class RemoteSampler(Pausing):
     async def _post(self, path: str, body: Any = None, read: Any = lambda reply: None) -> Any:
         return await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
 
+    async def ask(self, what: str, body: Mapping[str, Any], read: Any) -> Any:
+        """Post a request of another kind for this model, and return `read(reply)`. Raises `EngineError(what)` where it fails."""
+        url, whole = f"{self.url}{self._about.dialect.path}", {"model": self._about.name, **body}
+        with self._as_engine_errors(what):
+            return await self._client.post(url, whole, timeout=self._settings.timeout, read=read)
+
+    def teacher(self) -> ServedTeacher:
+        """Return the server's model as a teacher for `recipes.distill`. Raises `EngineError` for a server other than vLLM."""
+        return ServedTeacher(self)
+
     def restart(self) -> None:
         """Check and probe the server anew, after it was restarted by somebody else; a pair then pushes its weights
         again."""
@@ -345,6 +357,92 @@ class RemoteSampler(Pausing):
         kind = f"{self._about.dialect.kind} {self._about.version}, "
         how = "never change" if self.stale else "are pushed"
         return f"RemoteSampler({self.path!r}: {kind}{self.url}, version {self.version}, its weights {how})"
+
+
+class _Question(NamedTuple):
+    """A row's tokens, and the places among them whose log-probs are wanted."""
+
+    ids: list[int]
+    places: list[int]
+
+
+class ServedTeacher:
+    """The weights that a vLLM server has, as a model that scores; made by `RemoteSampler.teacher`, of itself.
+
+    A pass over B rows is B requests for the log-probs of a prompt. They are those of the unscaled logits, so that the
+    temperature must be 1.
+    """
+
+    def __init__(self, server: RemoteSampler) -> None:
+        kind = server.describe()["kind"]
+        if kind != VLLM.kind:
+            raise EngineError("a teacher behind HTTP", expected="a vLLM server", found=f"{kind} at {server.url}")
+        self._server = server
+        self.tokenizer, self.template_switches = server.tokenizer, server.template_switches
+
+    def compute_log_probs(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Score the response tokens of a batch: `log_probs` [B, T] float32. Raises `EngineError` for another output."""
+        if tuple(want) != ("log_probs",):
+            raise EngineError("want of a teacher behind HTTP", expected="log_probs", found=", ".join(want))
+        return {"log_probs": self._scores(batch, 0, temperature)["log_probs"]}
+
+    def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Score a batch, with the k likeliest tokens at each place: see `GivesTops`. Raises `EngineError` where the server
+        does not give as many (vLLM's `--max-logprobs`, by default 20)."""
+        return self._scores(batch, k, temperature)
+
+    def _scores(self, batch: DataProto, k: int, temperature: float) -> dict[str, torch.Tensor]:
+        if temperature != 1:
+            raise EngineError(
+                "temperature of a teacher behind HTTP", expected="1, of its raw logits", found=temperature
+            )
+        if PIXELS in batch and any(batch[PIXELS]):
+            raise EngineError("rows with pictures for a teacher behind HTTP", expected="text", found="pictures")
+        mask = batch["response_mask"].bool()
+        whole = torch.nn.functional.pad(mask, (batch["input_ids"].shape[1] - mask.shape[1], 0))
+        questions = []
+        for ids, there, wanted in zip(batch["input_ids"], batch["attention_mask"].bool(), whole, strict=True):
+            places = wanted[there].nonzero()[:, 0].tolist()
+            questions.append(_Question(ids[there][: max(places, default=-1) + 1].tolist(), places))
+
+        async def ask(question: _Question) -> list[tuple[float, list[tuple[float, int]]]]:
+            return await self._asked(question, k) if question.places else []
+
+        found = [place for row in runtime.run_all(ask, questions) for place in row]
+        columns = {"log_probs": torch.zeros(mask.shape)}
+        columns["log_probs"][mask] = torch.tensor([value for value, _ in found])
+        if k:
+            tops = torch.tensor([likeliest for _, likeliest in found], dtype=torch.float64).view(-1, k, 2)
+            columns |= {"top_log_probs": torch.zeros(*mask.shape, k), "top_ids": torch.zeros(*mask.shape, k).long()}
+            columns["top_log_probs"][mask], columns["top_ids"][mask] = tops[..., 0].float(), tops[..., 1].long()
+        return columns
+
+    async def _asked(self, question: _Question, k: int) -> list[tuple[float, list[tuple[float, int]]]]:
+        """Return of each wanted place the log-prob of its token, and the k likeliest (log-prob, id), the best first."""
+
+        def read(reply: Any) -> list[tuple[float, list[tuple[float, int]]]]:
+            held: Sequence[Mapping[str, Any] | None] = reply["choices"][0]["prompt_logprobs"]
+            found = []
+            for place in question.places:
+                values = {int(token): float(one["logprob"]) for token, one in (held[place] or {}).items()}
+                ranked = sorted(((value, token) for token, value in values.items()), key=lambda one: (-one[0], one[1]))
+                if len(ranked) < k:
+                    raise ValueError(f"the reply has {len(ranked)} tokens at a place; expected {k}")
+                found.append((values[question.ids[place]], ranked[:k]))
+            return found
+
+        body = {"prompt": question.ids, "max_tokens": 1, "prompt_logprobs": k}
+        what = "no log-probs from the teacher's server (of up to --max-logprobs tokens, and --max-model-len in all)"
+        return await self._server.ask(what, body, read)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the server reports of itself, for a run's record."""
+        return self._server.describe()
+
+    def __repr__(self) -> str:
+        return f"ServedTeacher({self._server!r})"
 
 
 def _tag(version: int) -> str:
