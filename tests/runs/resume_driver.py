@@ -2,7 +2,7 @@
 
 python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | inside:4 | fsync:30 | rename:2
 With AHEAD=1 in the environment rows are drawn one step ahead by a second engine. RECIPE is ppo, distill (the student itself, with a
-hint, is the teacher) or dpo.
+hint, is the teacher), dpo or rft.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ def main() -> None:
     if recipe == "distill":
         how = {"hint": "extra_info.answer", "top_k": 8, "reward": wb.rewards.by_data_source(), "group_size": 2}
         pipe = wb.recipes.distill(engine, "self", max_tokens=16, **how, **short)
+    elif recipe == "rft":
+        how = {"k": 2, "above": 0.5, "group_size": 4}
+        pipe = wb.recipes.rft(engine, wb.rewards.by_data_source(), max_tokens=16, **how, **short)
     elif recipe == "dpo":
         rows, eval_rows = pairs(rows), pairs(eval_rows)
         pipe = wb.recipes.dpo(engine, max_tokens=64, **short)

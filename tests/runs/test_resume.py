@@ -72,7 +72,7 @@ def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["distill", "dpo"])
+@pytest.mark.parametrize("recipe", ["distill", "dpo", "rft"])
 def test_a_teacher_and_pairs_survive_a_kill(tmp_path: Path, recipe: str) -> None:
     quiet = tmp_path / "quiet"
     assert drive(quiet, recipe=recipe) == 0

@@ -425,7 +425,7 @@ def _supervised(v: AuditView, role: str) -> Claims:
         return
     mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
     rows, width = each(lambda x: -x, _of_steps(v, cut, "new_log_probs", mask)), float(len(mask[0]))
-    steps = [[rows[row] for row in one] for one in cut]
+    steps = [step for one in cut if any(step := [rows[row] for row in one])]  # others were not taken
     losses = [aggregated(step, mode, width) for step in steps]
     further = [*term_metrics(v.settings, v.metrics, role).values()]
     found = mean(losses) + math.fsum(further)
