@@ -19,7 +19,7 @@ from workbench.compat.trl import TrlSettings, trl_settings
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.local_engine.engine import local
 from workbench.engines.paired import check_tokens
-from workbench.engines.protocol import Critic, Described, Engine, Learner, LogProbModel, SamplingSettings
+from workbench.engines.protocol import Critic, Described, Engine, Learner, LogProbModel, SamplingSettings, WholeTeacher
 from workbench.rewards.reward import Rubric
 from workbench.stages.advantage import Advantage
 from workbench.stages.correction import CorrectionSettings, RolloutCorrection
@@ -168,7 +168,8 @@ def _policy_gradient(
     if given["teacher"] is not None:
         teacher = _frozen(engine, given["teacher"])
         stages += [TeacherLogProb(teacher, temperature=temperature)]
-        minis["terms"] = {"distill": Term(loss=Divergence(teacher=teacher), weight=given["distill_coef"])}
+        whole: Any = {"teacher": teacher} if isinstance(teacher, WholeTeacher) else {"estimator": "sampled"}
+        minis["terms"] = {"distill": Term(loss=Divergence(**whole), weight=given["distill_coef"])}
     update = Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)
     return Pipeline([*stages, update, *follows])
 
@@ -262,7 +263,8 @@ def grpo(
             never.
         ref_mixup_alpha: the policy's share of the weights that it then has.
         agent: an agent loop or the name of one: each sample is then an episode of that loop.
-        teacher: an engine: the loss gets a further term `distill`, the reverse KL to it over the vocabulary (see `distill`).
+        teacher: an engine: the loss gets a further term `distill`, the reverse KL to it over the vocabulary (see `distill`),
+            or of the sampled tokens where it gives no whole distributions (a vLLM server, a dict data source → teacher).
         distill_coef: weight of that term.
 
     Example:
@@ -485,6 +487,7 @@ def distill(
     tail: bool = True,
     hint: str | None = None,
     policy_gradient: bool = False,
+    log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
     reward: Any = None,
     group_size: int = 1,
@@ -504,8 +507,8 @@ def distill(
 
     Args:
         engine: the student: samples and is trained.
-        teacher: an engine with the same tokenizer, or its `reference()`; a dict data source → teacher gives each row its own,
-            with `top_k` or a sampled estimator; `"self"`: the student as it is before the update, which needs a `hint`.
+        teacher: an engine with the same tokenizer, or its `reference()`, or a vLLM server, `engines.remote(…).teacher()`; a dict
+            data source → teacher gives each row its own. The last two with `top_k` or a sampled estimator; `"self"`: the student as it is before the update, which needs a `hint`.
         hint: the column with what only the teacher is told, a text or a chat (`stages.TeacherLogProb`): self-distillation
             (SDFT, SDPO) or a privileged teacher. `full` then compares the teacher's 100 likeliest tokens unless `top_k` says.
         kl: `reverse`, KL(student‖teacher), TRL's default; `forward`, KL(teacher‖student); or the β of the generalised JSD.
@@ -516,6 +519,7 @@ def distill(
         tail: with `top_k`, all other tokens count as one; False: as verl's `forward_kl_topk`.
         policy_gradient: take −KL of each token as its advantage in a policy gradient (verl's `use_policy_gradient`), by a
             sampled estimator (`full` and `sampled` become k1).
+        log_prob_min_clamp: with `top_k`, log-probs of both models below this count as this; None: no limit.
         loss_max_clamp: the most that a token's KL counts, in nats; None: no limit.
         reward: only measured, in training and on held-out rows.
         loss_agg_mode: `token-mean` and others, as in `grpo`; so are the settings that are not listed here.
@@ -553,7 +557,7 @@ def distill(
     live = frozen if estimator == "full" and top_k is None else None
     loss = Divergence(
         beta=betas.get(kl, cast(float, kl)), estimator=estimator, top_k=top_k, tail=tail, teacher=live,
-        loss_max_clamp=loss_max_clamp, loss_agg_mode=loss_agg_mode,
+        log_prob_min_clamp=log_prob_min_clamp, loss_max_clamp=loss_max_clamp, loss_agg_mode=loss_agg_mode,
     )  # fmt: skip
     return Pipeline(
         [*stages, TeacherLogProb(frozen, top_k=top_k, hint=hint, temperature=heat), Update(engine, loss, **how)]

@@ -39,7 +39,8 @@ def ours(batch: Batch, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
         rows = TeacherAdvantage(kl_type=estimator, loss_max_clamp=most)(rows).batch
         loss = PolicyLoss(loss_agg_mode=batch.aggregation)
     else:
-        kinds: dict[str, Any] = {"beta": 0.0, "top_k": batch.top_k, "tail": False} if tops else {}
+        kinds: dict[str, Any] = {"log_prob_min_clamp": settings.get("log_prob_min_clamp")}
+        kinds |= {"beta": 0.0, "top_k": batch.top_k, "tail": False} if tops else {}
         loss = Divergence(estimator=estimator, loss_max_clamp=most, loss_agg_mode=batch.aggregation, **kinds)
     if tops:
         chosen = mask.bool()

@@ -28,6 +28,7 @@ MODES = {
     "k1 clamped": {"loss_mode": "k1", "loss_max_clamp": 0.5},
     "forward_kl_topk": {"loss_mode": "forward_kl_topk"},
     "forward_kl_topk clamped": {"loss_mode": "forward_kl_topk", "loss_max_clamp": 0.3},
+    "forward_kl_topk of clamped log-probs": {"loss_mode": "forward_kl_topk", "log_prob_min_clamp": -2.5},
     "k1 by policy gradient": {"loss_mode": "k1", "use_policy_gradient": True},
     "k3 by policy gradient, clamped": {"loss_mode": "k3", "use_policy_gradient": True, "loss_max_clamp": 0.4},
 }

@@ -400,12 +400,18 @@ def test_a_commands_distillation_opens(engine: Any) -> None:
     assert pipe.names == ("rollout", "teacher_log_prob", "update_actor") and pipe["rollout"].group_size == 2
     assert pipe["update_actor"].settings()["loss_max_clamp"] == 10.0 and pipe["update_actor"].settings()["beta"] == 0
     gradient = {**on, f"{loss}.use_task_rewards": False, f"{loss}.loss_mode": "k1", f"{loss}.use_policy_gradient": True}
+    several = {f"distillation.teacher_models.{name}.{what}": value for name in ("one", "two")
+               for what, value in (("key", f"set/{name}"), ("model_path", "data/tiny-arith-tools"))}  # fmt: skip
+    pipe = opened({**tops, **several, f"{loss}.log_prob_min_clamp": -10.0}, engine)[0]
+    assert "data_source" in pipe["teacher_log_prob"].reads
+    assert settings_of(pipe)["update_actor"]["distill.log_prob_min_clamp"] == "-10.0"
     pipe = opened(gradient, engine)[0]
     assert pipe["advantage"].kl_type == "k1" and pipe["update_actor"].settings()["loss"] == "PolicyLoss"
     for wrong, said in (
         ({f"{loss}.use_policy_gradient": True}, "use_policy_gradient; expected False with use_task_rewards=True"),
         ({"distillation.teacher_models.teacher_model.model_path": None}, "expected the teacher's model"),
-        ({f"{loss}.log_prob_min_clamp": -10.0}, "log-probs are not clamped"),
+        ({"distillation.teacher_models.one.model_path": "data/tiny-arith"}, "one.key; expected a data source"),
+        ({"distillation.teacher_key": "ability"}, "teacher_key"),
         ({f"{loss}.loss_mode": "k9"}, "k9"),
     ):
         with pytest.raises(SettingError, match=said):

@@ -295,18 +295,18 @@ reward_model.{model.input_tokenizer,model.external_lib,max_length} | refused unl
 model_engine | hardware | — | transformers' models, in this process or by FSDP
 skip.* | hardware if skip.rollout.enable | — | of skipping
 distillation.enabled | exact | recipes.distill | with `use_task_rewards`, verl's default, the RL recipe with a teacher
-distillation.teacher_models.teacher_model.model_path | exact if distillation.enabled | engines.local | the teacher, in this process
-distillation.{teacher_models.*.model_path,teacher_model.model_path} | refused unless null | — | one teacher is read from a command: stages.TeacherLogProb takes a dict of several
+distillation.teacher_models.*.model_path | exact if distillation.enabled | engines.local | the teacher, in this process; of several `teacher_model` is left out, as verl does
+distillation.teacher_model.model_path | refused unless null | — | distillation.teacher_models.teacher_model.model_path
 distillation.distillation_loss.loss_mode | exact if distillation.enabled | Divergence.estimator | forward_kl_topk is β=0 with top_k
 distillation.distillation_loss.topk | exact if distillation.enabled | Divergence.top_k | of forward_kl_topk
 distillation.distillation_loss.{use_task_rewards,distillation_loss_coef} | exact if distillation.enabled | grpo(distill_coef) | the coefficient counts with task rewards alone
 distillation.distillation_loss.use_policy_gradient | exact if distillation.enabled | distill(policy_gradient) | without task rewards
 distillation.distillation_loss.loss_max_clamp | exact if distillation.enabled | Divergence.loss_max_clamp
-distillation.distillation_loss.log_prob_min_clamp | refused unless null | — | log-probs are not clamped
+distillation.distillation_loss.log_prob_min_clamp | exact if distillation.enabled | Divergence.log_prob_min_clamp | of forward_kl_topk
 distillation.distillation_loss.policy_loss_mode | refused unless vanilla | — | vanilla
 distillation.distillation_loss.{clip_ratio,clip_ratio_low,clip_ratio_high} | refused unless 0.2 | — | 0.2
-distillation.teacher_models.*.key | hardware if distillation.enabled | — | one teacher
-distillation.teacher_key | hardware if distillation.enabled | — | one teacher
+distillation.teacher_models.*.key | exact if distillation.enabled | distill(teacher) | of several: the data source whose rows learn from it
+distillation.teacher_key | refused unless data_source | distill(teacher) | each row's teacher is that of its data source
 distillation.* | hardware if distillation.enabled | — | where and how the teacher runs
 rollout.{nnodes,n_gpus_per_node} | hardware | — | where the sampler is
 {async_training,rollout,actor_rollout_ref.teacher,teacher,atropos}.* | refused | train(ahead) | of a recipe of verl's own

@@ -96,8 +96,8 @@ class VerlPlan:
     """Arguments of a `ToolAgent`, `tools` and `interactions` as paths; or the name of a registered loop."""
     train: dict[str, Any]
     epochs: int
-    teacher: str | None = None
-    """The model that the policy learns from."""
+    teacher: str | dict[str, str] | None = None
+    """The model that the policy learns from; of several, data source → model."""
     distill: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the divergence from the teacher."""
     coef: float | None = None
@@ -149,6 +149,7 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Ver
 
 
 _DISTILL = "distillation.distillation_loss"
+_TEACHERS = "distillation.teacher_models"
 
 
 def _distillation(read: _Read) -> dict[str, Any]:
@@ -157,19 +158,36 @@ def _distillation(read: _Read) -> dict[str, Any]:
     """
     if not read("distillation.enabled"):
         return {}
-    key, mode = "distillation.teacher_models.teacher_model.model_path", read(f"{_DISTILL}.loss_mode", "k3")
-    teacher, gradient = read(key), bool(read(f"{_DISTILL}.use_policy_gradient", False))
+    mode, gradient = read(f"{_DISTILL}.loss_mode", "k3"), bool(read(f"{_DISTILL}.use_policy_gradient", False))
     rewarded, tops = read(f"{_DISTILL}.use_task_rewards", True), mode.startswith("forward_kl_topk")
-    require(teacher is not None, key, expected="the teacher's model", found=None)
     fits = not gradient or not (rewarded or tops)
     expected = "False with use_task_rewards=True or loss_mode=forward_kl_topk"
     require(fits, f"{_DISTILL}.use_policy_gradient", expected=expected, found=gradient)
     found: dict[str, Any] = {"estimator": DISTILLATION[mode], "loss_max_clamp": read(f"{_DISTILL}.loss_max_clamp")}
     if tops:
         found |= {"top_k": int(read(f"{_DISTILL}.topk", 32)), "tail": mode.endswith("_tail")}
+        found |= {"log_prob_min_clamp": read(f"{_DISTILL}.log_prob_min_clamp")}
     coef = float(read(f"{_DISTILL}.distillation_loss_coef", 1.0)) if rewarded else None
     given = {name: value for name, value in found.items() if value is not None}
-    return {"teacher": _path(teacher), "distill": given, "coef": coef, "policy_gradient": gradient}
+    return {"teacher": _teachers(read), "distill": given, "coef": coef, "policy_gradient": gradient}
+
+
+def _teachers(read: _Read) -> str | dict[str, str]:
+    """Return the teacher's model; of several, data source → model. Raises `SettingError` for one without a model or key."""
+    held: dict[str, dict[str, Any]] = {"teacher_model": {}}
+    for key, value in _below(read.values, f"{_TEACHERS}.").items():
+        name, _, setting = key.partition(".")
+        held.setdefault(name, {})[setting] = value
+    if len(held) > 1:
+        held.pop("teacher_model")
+    for name, one in held.items():
+        wanted = {"model_path": "the teacher's model", "key": "a data source"}
+        for setting in ("model_path",) if name == "teacher_model" else wanted:
+            known = one.get(setting) is not None
+            require(known, f"{_TEACHERS}.{name}.{setting}", expected=wanted[setting], found=None)
+    paths = {str(one.get("key")): _path(one["model_path"]) for one in held.values()}
+    require(len(paths) == len(held), f"{_TEACHERS}.*.key", expected="a data source each", found=list(paths))
+    return next(iter(paths.values())) if "teacher_model" in held else paths
 
 
 def data(planned: VerlPlan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
@@ -215,11 +233,15 @@ def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
         objects["reference"] = Call("engines.local", (planned.reference,))
     args = (policy, Name("reward")) if reward else (policy,)
     if planned.teacher is not None:
-        yield "teacher", Call("engines.local", (planned.teacher,))
+        teacher: Any = Name("teacher")
+        if isinstance(planned.teacher, str):
+            yield "teacher", Call("engines.local", (planned.teacher,))
+        else:
+            teacher = _several(planned.teacher)
         if planned.coef is None:
-            yield "pipe", _distill(planned, policy, objects, reward)
+            yield "pipe", _distill(planned, (policy, teacher), objects, reward)
             return
-        objects |= {"teacher": Name("teacher"), "distill_coef": planned.coef}
+        objects |= {"teacher": teacher, "distill_coef": planned.coef}
     yield "pipe", Call(f"recipes.{planned.recipe}", args, {**planned.settings, **objects})
     if planned.teacher is not None:
         yield from (("pipe", call) for call in _beside(planned, pipe))
@@ -237,6 +259,11 @@ def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
         yield "pipe", Call(".insert_after", (pipe, "advantage", planned.resample))
 
 
+def _several(teachers: Mapping[str, str]) -> dict[str, Call]:
+    """Return for each data source the call that opens its teacher."""
+    return {source: Call("engines.local", (path,)) for source, path in teachers.items()}
+
+
 def _beside(planned: VerlPlan, pipe: Name) -> Iterator[Call]:
     """Yield the calls that make a recipe's term `distill` the divergence that the command names."""
     loss = dict(planned.distill) | ({"beta": 0.0} if "top_k" in planned.distill else {})
@@ -248,7 +275,7 @@ def _beside(planned: VerlPlan, pipe: Name) -> Iterator[Call]:
     yield Call(".with_stage", (pipe, "update_actor"), {"terms": {"distill": term}})
 
 
-def _distill(planned: VerlPlan, policy: Name, objects: Mapping[str, Any], reward: bool) -> Call:
+def _distill(planned: VerlPlan, models: tuple[Any, Any], objects: Mapping[str, Any], reward: bool) -> Call:
     """Return the call of `recipes.distill`, where the divergence is the only loss."""
     taken = inspect.signature(recipes.distill).parameters
     given = {name: value for name, value in {**planned.settings, **objects}.items() if name in taken}
@@ -259,7 +286,7 @@ def _distill(planned: VerlPlan, policy: Name, objects: Mapping[str, Any], reward
     given |= ({"policy_gradient": True} if planned.policy_gradient else {}) | (
         {"reward": Name("reward")} if reward else {}
     )
-    return Call("recipes.distill", (policy, Name("teacher")), given)
+    return Call("recipes.distill", models, given)
 
 
 class _Read:

@@ -177,6 +177,8 @@ class Divergence(Settings):
     tail: bool = True
     """With `top_k`: count all other tokens as one more; False: leave them out, and count a sum below 0 as 0, as verl's
     `forward_kl_topk`."""
+    log_prob_min_clamp: float | None = None
+    """With `top_k`: log-probs of both models below this count as this, in nats; None: no limit."""
     loss_max_clamp: float | None = None
     """The most that a token counts, in nats, on both sides; None: no limit."""
     against: str = "teacher_log_probs"
@@ -238,6 +240,8 @@ class Divergence(Settings):
                 theirs, places = likeliest[at].to(logits.device), ids[at].to(logits.device)
                 logits = logits.float()
                 mine = logits.gather(-1, places) - logits.logsumexp(-1, keepdim=True)
+                if self.log_prob_min_clamp is not None:
+                    mine, theirs = (one.clamp(min=self.log_prob_min_clamp) for one in (mine, theirs))
                 mine, theirs = (with_tail(one) if self.tail else one for one in (mine, theirs))
                 values = divergence(mine, theirs, self.beta)
                 return values if self.tail else values.clamp(min=0)  # of some tokens alone the sum may be negative
