@@ -338,7 +338,7 @@ def _(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     clocked = AutoTokenizer.from_pretrained(TINY, chat_template="{{ strftime_now('%d') }}{{ messages[0].content }}")
-    assert "date of the day" in rows().report(clocked).template
+    assert "today's date" in rows().report(clocked).template
 
 
 @case("42")

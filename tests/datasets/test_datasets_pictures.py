@@ -67,7 +67,7 @@ def test_pictures_stand_where_the_text_says() -> None:
         ("<image>", ["data:image/png;base64,%%"], "base64"),
         ("<image>", [png(0, (40, 40))], "at most 1,000 pixels; found 40 × 40"),
         ("<image>", [7], "a picture: bytes, a path"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a"}, {"type": "image"}]}], [ONE], "text: the engines"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a"}, {"type": "image"}]}], [ONE], "text: engines"),
     ],
 )  # fmt: skip
 def test_what_is_no_picture_or_has_no_place_is_refused(

@@ -105,7 +105,7 @@ def test_tokens_that_a_tokenizer_adds_to_whole_texts_are_reported() -> None:
 
     assert rendering.prompt_remarks(tokenizer, ["a"]) == ""
     remarks = rendering.prompt_remarks(Adds(), ["<|im_start|>a"])
-    assert "adds another" in remarks and "where the model is to go on" in remarks
+    assert "adds another" in remarks and "so a model writes nothing" in remarks
 
 
 def test_a_template_that_reads_the_clock_is_reported() -> None:
@@ -114,7 +114,7 @@ def test_a_template_that_reads_the_clock_is_reported() -> None:
     assert rows.report(plain).template == "the tokenizer's own"
     clocked = AutoTokenizer.from_pretrained("data/tiny-arith", chat_template=CLOCKED)
     said = rows.report(clocked).template
-    assert "no later day repeats these prompts" in said and "template_switches={'date_string': " in said
+    assert "on another day the prompts differ" in said and "template_switches={'date_string': " in said
     assert rows.report(clocked, date_string="26 Jul 2024").template == "the tokenizer's own"
     idle = AutoTokenizer.from_pretrained(
         "data/tiny-arith", chat_template="{% if tools %}{{ strftime_now('%d') }}{% endif %}hi"

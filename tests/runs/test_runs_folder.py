@@ -430,7 +430,7 @@ def test_only_failures_of_the_folder_and_of_the_machine_are_said_as_the_runs(
     raised = {
         "cannot open more files.*ulimit -n": OSError(errno.EMFILE, "Too many open files", "data/model"),
         "the disk of run .* is full.*make room": RuntimeError("SafetensorError: No space left on device (os error 28)"),
-        "metrics.jsonl failed.*mend the folder": OSError(
+        "metrics.jsonl failed.*repair the folder": OSError(
             errno.EROFS, "Read-only file system", str(run / "metrics.jsonl")
         ),
     }

@@ -1,1 +1,1 @@
-"""What every room stands on: errors, settings, metrics, seeds, the background event loop, HTTP. No tensors."""
+"""What all other packages use: errors, settings, metrics, seeds, the background event loop, HTTP. No tensors."""

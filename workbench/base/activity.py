@@ -21,7 +21,7 @@ from workbench.base import runtime
 from workbench.base.progress import Work, present, working
 
 KEPT = 20_000
-"""Finished requests that are kept; of older ones their number."""
+"""Number of finished requests that are kept; older ones are only counted."""
 
 
 @dataclass(slots=True)
@@ -31,17 +31,17 @@ class QueuedRequest:
     """
 
     queue: str
-    """Who is asked: a sampler's name."""
+    """Name of the sampler or reward that gets the request."""
     prompt: int
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     asked: float
     began: float | None = None
-    """When it left the queue; None before that, and where the engine does not say."""
+    """When the request left the queue; None before that, and where the engine does not report it."""
     first: float | None = None
-    """When its first token was there; None where the engine does not say."""
+    """When the first token was sampled; None where the engine does not report it."""
     ended: float | None = None
     tokens: int = 0
-    """Response tokens."""
+    """Number of response tokens."""
     outcome: str = ""
     """`done`, `raised` or `given up`; empty while it is under way."""
 
@@ -51,19 +51,19 @@ class Queue:
     """The requests to one engine or reward: how many wait or run now, and sums over those that are over."""
 
     waiting: int = 0
-    """Asked and not begun; of an engine that does not say when it begins, all that are open."""
+    """Requests that have not begun; for an engine that does not report when a request begins, all open requests."""
     running: int = 0
     done: int = 0
     failed: int = 0
-    """Those that raised, or were given up."""
+    """Requests that raised an error or were given up."""
     prompt_tokens: int = 0
     tokens: int = 0
-    """Response tokens of those that are done."""
+    """Response tokens of finished requests."""
     begun: int = 0
-    """Finished questions of which the time in the queue is known."""
+    """Finished requests whose time in the queue is known."""
     queue_seconds: float = 0.0
     seconds: float = 0.0
-    """From asking to the answer."""
+    """Seconds from the request to the answer, summed over finished requests."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Activity:
 
 
 HERE = Activity()
-"""This process's own."""
+"""The activity of this process."""
 REQUEST: ContextVar[QueuedRequest | None] = ContextVar("asked", default=None)
 """The record of the request that the calling task works for; None outside of a `recorded` method."""
 

@@ -1,4 +1,4 @@
-"""What accelerators can do, by the figures of their makers' public data sheets."""
+"""Peak figures of accelerators, from their makers' public data sheets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Card:
     flops: float
     """Dense bfloat16 operations per second, without sparsity; float16 where the card has no bfloat16."""
     bandwidth: float
-    """Bytes per second of its own memory."""
+    """Bandwidth of the card's memory, in bytes per second."""
     memory: float
-    """Bytes of its own memory."""
+    """Size of the card's memory, in bytes."""
     link: float
-    """Bytes per second to the other cards of its node, in one direction."""
+    """Bandwidth to the other cards of the node, in bytes per second and one direction."""
     source: str = "data sheet"
 
 

@@ -1,4 +1,5 @@
-"""A child process in a session of its own that exchanges messages with its parent, and is ended with all that it started.
+"""A child process that exchanges messages with its parent, in a separate session, and is ended together with all
+processes that it started.
 
 Both ends are in this file. The parent imports it. The child runs it by its path, so that it starts with the standard library
 alone, and then runs the file that it was started for: a function `main(parent)` there takes messages from `parent.frames` and
@@ -38,9 +39,9 @@ from typing import Any
 _LENGTH = struct.Struct(">Q")
 _BLOCK = 1 << 20
 START_SECONDS, IDLE_SECONDS = 600.0, 60.0
-"""What a child may take to start while it uses the processor, and how long it may use none meanwhile."""
+"""Time limits in seconds for a child to start: of processor time, and of time without using the processor."""
 _END_SECONDS = 5.0
-"""What a keeper may take to end its child; then it is killed itself, and the child with it."""
+"""Seconds that a keeper process may take to end its child; after that both are killed."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['_serve'](*sys.argv[2:])"
 

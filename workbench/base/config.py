@@ -58,7 +58,7 @@ def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], elsewh
 
 
 DEPTH, SIZE = 100, 10_000_000
-"""How deep a user's lists and dicts may be nested, and how many values they may hold."""
+"""Most levels of nested lists and dicts in a user's value, and most values in them."""
 _FLAT = frozenset({str, int, float, bool, bytes, type(None)})
 
 

@@ -100,9 +100,9 @@ class WorkerLost(EngineError):
         super().__init__(what, **told)
         self.rank = rank
         self.exit = exit
-        """How it ended: `SIGKILL`, `exit code 3`."""
+        """How the process ended: `SIGKILL`, `exit code 3`."""
         self.log = log
-        """The last lines that it wrote."""
+        """The last lines that the process wrote."""
 
 
 class NonFinite(EngineError):

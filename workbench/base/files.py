@@ -1,4 +1,5 @@
-"""Files that are on the disk, whole, when a function returns; and checksums by which a reader knows that they still are.
+"""Writes files so that they are complete on the disk when the function returns, with checksums by which a reader
+detects changes.
 
 A JSON document, or a line of a jsonl file, ends in a `text_crc32` of all text before it (`sealed`, `unsealed`). Other files
 have their size and crc32 in such a document. docs/files.md says which file is covered by what.
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, cast
 from workbench.base.errors import WorkbenchError, describe, first_line
 
 MANIFEST = "manifest.json"
-"""The file of a folder that has the size and crc32 of the others."""
+"""Name of the file in a folder that has the size and crc32 of the folder's other files."""
 _SEAL = ', "text_crc32": '
 _SEALED = re.compile(r"(\d{1,10})\}\s*")
 

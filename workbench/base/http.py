@@ -20,7 +20,7 @@ T = TypeVar("T")
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which a request is sent again."""
 MAX_REPLY = 64 << 20
-"""Most bytes of a reply; a longer one is refused."""
+"""Most bytes of a reply; a longer reply is refused."""
 
 
 class Unreachable(ForeignError):

@@ -1,4 +1,4 @@
-"""An HTTP server of this machine's own, for one block of code."""
+"""An HTTP server on this machine that runs while a block of code runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from workbench.base.errors import first_line
 
 log = logging.getLogger("workbench")
 MAX_REQUEST = 64 << 20
-"""Bytes of a request body."""
+"""Most bytes of a request body."""
 PATIENCE = 10.0
 """Seconds that a connection may be silent while the server waits for a request, or for an answer to be taken."""
 CONNECTIONS = 64
-"""Connections at a time of a server that people look at; a further one ends the one that has waited longest without a request."""
+"""Most open connections of a server for a browser; a further connection ends the one that has been idle longest."""
 WORKING = 512
-"""Connections at a time of a server that a whole batch asks at once."""
+"""Most open connections of a server that a whole batch of episodes uses at once."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class HttpRequest:
     """`GET` or `POST`."""
     path: str
     headers: Mapping[str, str]
-    """Values by name, whatever the case of the name."""
+    """Values by header name; upper and lower case do not differ."""
     body: bytes
-    """`b""` of a GET."""
+    """The body; `b""` of a GET request."""
     gone: Callable[[], bool]
-    """Whether whoever asked has closed the connection: nobody will read the answer."""
+    """Whether the client has closed the connection, so that nobody will read the answer."""
     stranger: Callable[[], bool] = lambda: False
     """Whether the request comes from a process of another user of this machine; reads the system's table of connections."""
 
@@ -55,14 +55,14 @@ class Text:
 
     body: str
     kind: str
-    """Its media type, such as `text/html`."""
+    """The answer's media type, such as `text/html`."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Further headers."""
+    """Further headers of the answer."""
 
 
 Answer = Callable[[HttpRequest], tuple[int, Any]]
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
-"""What a machine calls itself."""
+"""Names by which a machine addresses itself."""
 
 
 def is_named(host: str, names: Collection[str]) -> bool:

@@ -17,11 +17,11 @@ from contextvars import ContextVar, copy_context
 from workbench.base.shown import door
 
 AFTER = 1.0
-"""Seconds after which work is shown, and between two lines."""
+"""Seconds after which work is shown, and between two updates of the line."""
 QUIET = 10.0
-"""Seconds before the first line in a log, which is no terminal; between further ones twice as many each time."""
+"""Seconds before the first line in a log (no terminal); the pause before each further line is twice as long."""
 Show = Callable[[str, float, bool], None]
-"""Shows a line, the share of the work that is done (0 to 1), and whether the work is over."""
+"""Function that shows (line, share of the work that is done from 0 to 1, whether the work is over)."""
 
 
 class Work:
@@ -31,15 +31,15 @@ class Work:
         self.name, self.total, self.unit = name, total, unit
         self.done = self.tokens = 0
         self.most = 0
-        """Tokens that sampling makes at most; 0 where none are sampled."""
+        """Most tokens that sampling makes; 0 where nothing is sampled."""
         self.began = time.time()
         self._passed = 0.0
-        """Seconds from its beginning to the last unit that was done."""
+        """Seconds from the beginning of the work to the last finished unit."""
         self.outer = _present.get()
         self.parts: list[Work] = []
-        """Work inside it that runs now, the newest last."""
+        """Work that runs inside this work now, the newest last."""
         self._counted = unit != "rows"
-        """Whether its units are being counted, so that rows of what it calls are not."""
+        """Whether the work's units are being counted; rows of work inside it are then not counted."""
 
     @property
     def seconds(self) -> float:

@@ -37,7 +37,7 @@ P = ParamSpec("P")
 PATIENCE = 4.0
 """Seconds that an interrupt waits for work to stop: the prompt is back within five."""
 _LOOK_SECONDS = 0.2
-"""How often work that another process does looks for an interrupt."""
+"""Seconds between two looks for an interrupt while another process works."""
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -262,7 +262,7 @@ async def beside(function: Callable[..., T], *args: Any) -> T:
 GRACE = 4.0
 """Seconds that an interrupted cell may take to end its step: a prompt must be back soon."""
 JOB_GRACE = 15.0
-"""The same in a job: schedulers give half a minute or more after SIGTERM."""
+"""Seconds that an interrupted job may take to end its step: schedulers allow half a minute or more after SIGTERM."""
 
 
 class Control:

@@ -26,7 +26,7 @@ from workbench.base.errors import PackageMissing, SettingError, first_line
 log = logging.getLogger("workbench")
 
 TEXT_LIMIT = 20_000
-"""Characters of one foreign text that are shown; a note says how many were left out."""
+"""Most characters of a text from outside that are shown; a note says how many were left out."""
 _FACES: dict[str, Mapping[str, str]] = {}
 _DOORS: dict[str, str] = {}
 
@@ -126,7 +126,7 @@ _ALWAYS = re.compile(
     r"password|passwd|pwd|passphrase|secret|credential|auth|authorization|bearer|cookie|apikey|accesskey|signature|sig"
 )
 _PLACES = re.compile(r"env|var|file|path|folder|dir|id|ids|name|names|type|count|length|column|level|url|mean")
-"""Last words of names that say where a secret is, or how much there is of it."""
+"""Last words of names that say where a secret is, or how many there are, and hold no secret."""
 _ORDINARY = re.compile(
     r"(prompt|reward|fn|function|images?|videos?|audio|tools?|answer|response|label|text|sort|group|data|column|row|index|uid|"
     r"chosen|rejected|target|messages?|primary|foreign|public|metric|question|completion|input|output|source|split|score|cache|"

@@ -22,7 +22,7 @@ class Column:
     """Declaration of a batch column: its dtype and dims, which are checked, its meaning, and the stage that writes it."""
 
     name: str
-    """Its name in batches, widgets and plots."""
+    """The column's name in batches, widgets and plots."""
     dtype: str
     """`float` (any floating type), `int`, `bool`, or `object` (one Python object per row)."""
     dims: tuple[str, ...]
@@ -30,7 +30,7 @@ class Column:
     doc: str
     """One sentence: what the numbers mean, and their unit."""
     writer: str
-    """The stage that writes it, in a recipe."""
+    """Name of the stage that writes the column in the recipes."""
 
     @property
     def is_tensor(self) -> bool:
@@ -57,7 +57,7 @@ COLUMNS: Mapping[str, Column] = _declare(
         "data_part": ("object", "The part of a mix that the row comes from; metrics are grouped by it."),
         "data_row": ("object", "The row's number in adaptive rows."),
         "reward_model": ("object", "How the row is scored: {style, ground_truth}."),
-        "extra_info": ("object", "Whatever else the row brings, as a dict."),
+        "extra_info": ("object", "Further values of the data row, as a dict."),
         "ability": ("object", "The kind of task, as the data set names it."),
         "agent_name": ("object", "The agent loop that runs the row, by its registered name."),
         "images": ("object", "The prompt's pictures in the order of their places, or None."),
@@ -76,17 +76,17 @@ COLUMNS: Mapping[str, Column] = _declare(
         ),
         "rollout_log_probs": ("float B T", "Log-prob of each response token when it was sampled, in nats."),
         "finish_reason": ("object", "Why the response ended: stop, length or abort; of an episode also turns."),
-        "policy_version": ("int B", "Version of the policy that sampled the row; its first token, of a streamed one."),
+        "policy_version": ("int B", "Version of the policy that sampled the row; in a stream, the row's first token."),
         "token_versions": ("int B T", "Version of the policy that sampled each token, in a stream (`max_lag`)."),
         "greedy": ("bool B", "Whether the row is its prompt's greedy response, sampled as a baseline."),
-        "num_turns": ("object", "Turns of the row's episode: the model's, those put to it, and 1, as verl counts."),
-        "num_tool_calls": ("object", "Calls of tools that were run in the row's episode, failed ones among them."),
+        "num_turns": ("object", "Turns of the row's episode as verl counts: the model's turns + user turns + 1."),
+        "num_tool_calls": ("object", "Tool calls that were run in the row's episode, including failed ones."),
         "turns": ("object", "The episode's transcript: a dict a turn, with places of tokens, calls, scores, cuts."),
         "turn_scores": ("object", "The simulated user's scores of the row's turns, in order."),
-        "tool_rewards": ("object", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
-        "agent_extra": ("object", "What else the row's agent loop gave, as a dict."),
+        "tool_rewards": ("object", "The rewards that tools gave the row's calls, in order; 0 for calls that failed."),
+        "agent_extra": ("object", "Further values that the row's agent loop returned, as a dict."),
         "policy": ("object", "Name of the policy whose tokens the row holds, where an episode has several."),
-        "session": ("object", "Number of the row's episode; there where an episode of the batch is several rows."),
+        "session": ("object", "Number of the row's episode; only in batches where an episode is several rows."),
         "nodes": (
             "int B T",
             "Node of the prompt's tree of responses that each token belongs to, from 1; rows share nodes.",
@@ -97,7 +97,7 @@ COLUMNS: Mapping[str, Column] = _declare(
         ),
         "in_reasoning": (
             "object",
-            "Whether the last answer stays in the reasoning that its prompt opened; there where prompts open it.",
+            "Whether the answer ends inside the reasoning that its prompt opened; only where prompts open reasoning.",
         ),
         "multi_modal_inputs": (
             "object",
@@ -164,11 +164,12 @@ COLUMNS: Mapping[str, Column] = _declare(
 )
 
 PIXELS = "multi_modal_inputs"
-"""The column that is there where a batch has pictures: who reads token ids reads it, too."""
+"""The column of pictures' inputs, in batches with pictures: code that reads token ids has to read it, too."""
 EXPERTS = "routed_experts"
-"""The column that is there where a sampler returns the choice of a mixture's routers: who scores or trains the policy reads it."""
+"""The column of routed experts, where a sampler of a mixture of experts returns them: stages that score or train the
+policy read it."""
 MARGIN = "pair_margin"
-"""The column that is there where rows are preference pairs: two neighbours, of which the first is preferred."""
+"""The column of margins, in batches of preference pairs: of two neighbouring rows the first is preferred."""
 REWARD_PREFIX = "reward/"
 """Named parts of a reward are float columns `reward/<part>` [B]."""
 

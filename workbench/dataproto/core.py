@@ -484,9 +484,10 @@ class MutableDataProto:
 # --- episodes that are several sequences: rows with one `uid` and one value of `session` ------------
 
 SESSION = "session"
-"""The column that is there where an episode of the batch is more than one row."""
+"""The column of episode numbers, in batches where an episode is more than one row."""
 POLICY = "policy"
-"""The column that is there where several policies speak in an episode: the name of the one whose tokens a row holds."""
+"""The column with the name of the policy whose tokens a row holds, in batches where several policies take part in an
+episode."""
 
 
 def last_rows(batch: DataProto, column: str | None = SESSION) -> Tensor:

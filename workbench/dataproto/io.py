@@ -36,23 +36,23 @@ TENSORS, OBJECTS, INNER = "tensors.safetensors", "objects.parquet", "inner.safet
 _TAG = "__workbench__"
 _GROUP = 512
 _BLOCK = 512
-"""Rows of a tensor that have a checksum."""
+"""Rows of a tensor that share one checksum."""
 DOCUMENT_LIMIT = 16 << 20
-"""Bytes of a JSON document (meta.json, trace.json)."""
+"""Most bytes of a JSON document (meta.json, trace.json)."""
 DAMAGED = "take it from a copy, or record the step again"
-"""What to do about a file that has changed."""
+"""Advice for a file that has changed."""
 DEPTH_LIMIT = 100
-"""Lists and dicts inside each other, in a document or a cell."""
+"""Most levels of nested lists and dicts in a document or a cell."""
 INNER_LIMIT = 2_000_000
-"""Lists and dicts in a document, or in all cells of a column."""
+"""Most lists and dicts in a document, or in all cells of a column."""
 ROWS_LIMIT = 10_000_000
-"""Rows of a batch."""
+"""Most rows of a batch."""
 COLUMNS_LIMIT = 10_000
-"""Columns of a batch."""
+"""Most columns of a batch."""
 EXPANSION = 300
 """How many times its file's size a column of objects may decode to: equal cells are stored once, snappy saves 22 times."""
 FLOOR = 32 << 20
-"""Bytes that a column of objects may decode to, however small its file is."""
+"""Bytes to which a column of objects may always decode, even from a smaller file."""
 _SNAPPY = 24
 _PACKED = {"SNAPPY", "UNCOMPRESSED"}
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|[\[{\]}]', re.DOTALL)
@@ -86,7 +86,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise BatchError(f"{path} is a symbolic link that leads out of its folder", do="put the file itself there")
+        raise BatchError(f"{path} is a symbolic link that leads out of its folder", do="replace the link by the file")
     return path
 
 

@@ -30,11 +30,11 @@ class Origin:
     step: int | None = None
     """Training step, from 1."""
     policy_version: int | None = None
-    """Version of the policy's weights then."""
+    """Version of the policy's weights when the column was written."""
     settings: str | None = None
-    """Hash of the stage's settings."""
+    """Hash of the stage's settings (`settings_hash`)."""
     state_id: str | None = field(default=None, compare=False, repr=False)
-    """Name of the learner's exact weights then; known in this process only, and not saved."""
+    """Name of the learner's exact weights when the column was written; known only in this process, and not saved."""
 
 
 @dataclass(eq=False)
@@ -338,7 +338,7 @@ def unchanged(name: str, before: Value, after: Value) -> bool:
 
 
 class Cells(NamedTuple):
-    """The place inside two objects where they differ, and the value of each there."""
+    """The first place where two objects differ, and the value of each at this place."""
 
     inside: str
     first: Any

@@ -1,4 +1,4 @@
-"""Data sets: `wb.rows` makes `Rows` of anything, and they make batches of prompts."""
+"""Data sets: `wb.rows` reads files, lists and tables as `Rows`, which make batches of prompts."""
 
 from workbench.datasets.converters import convert
 from workbench.datasets.feedback import adaptive, growing

@@ -21,7 +21,7 @@ TOOL_SYSTEM = (
     "Solve the problem step by step. Check your answer with the tool `{tool}` at least once before you give it, and think"
     " again where it is wrong."
 )
-"""The system message of rows with a tool; verl's own says the same in more words."""
+"""The system message of rows with a tool; verl's message says the same in more words."""
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."
 """What verl's prepared MATH appends to every problem."""
 HASHES = 'Let\'s think step by step and output the final answer after "####".'
@@ -32,7 +32,7 @@ THINKING = (
 """The form that geometry3k's scorer expects: reasoning in tags, then a box."""
 CODE = "Write the solution in Python, in one ```python code block."
 _LARGEST = 1 << 30
-"""Bytes that a row's packed test cases may unpack to."""
+"""Most bytes to which a row's packed test cases may unpack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class _Task:
 
     question: str
     truth: Any
-    """A text; of code its test cases."""
+    """The ground truth: a text, or for a code problem its test cases."""
     extra: Mapping[str, Any]
     """Further keys of `extra_info`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns."""
+    """Further columns of the row."""
 
 
 class Kind(NamedTuple):
@@ -54,10 +54,10 @@ class Kind(NamedTuple):
     read: Callable[[Mapping[str, Any], str], _Task | None]
     """(record, place) → task; None for a record without test cases, which can never be scored."""
     data_source: str
-    """By which the scorer is chosen."""
+    """The rows' `data_source`, by which the scorer is chosen."""
     ability: str
     instruction: str
-    """Stands after the question, unless `convert` is given another."""
+    """Text after the question; `convert(instruction=…)` replaces it."""
 
 
 def convert(

@@ -1,4 +1,5 @@
-"""Rows that change with what a run does: `growing` takes in new ones, `adaptive` draws those less that teach nothing.
+"""Rows that change during a run: `growing` adds new rows, `adaptive` draws rows less often that are too easy or too
+hard.
 
 What they learn from a step is in a jsonl file of the run's folder, each line with its step (`data_step`) and checksum, synced before the
 step's checkpoint. The rows of a step are a function of (seed, step, lines of the steps before), so a run that was killed and
@@ -32,7 +33,7 @@ from workbench.datasets.rows import Drawn, Fits, Rows, permutation
 log = logging.getLogger("workbench")
 
 STEP = "data_step"
-"""Key of a line's step."""
+"""Key of the step in a line of the rows' jsonl file."""
 
 
 class RecordedRows(Composite):
@@ -55,7 +56,7 @@ class RecordedRows(Composite):
         self._fits: Fits | None = None
         self._lag = 0
         self._marks: list[tuple[int, str]] = []
-        """Of each line its step, and a hash of all lines up to it."""
+        """For each line of the file: its step, and a hash of all lines up to this one."""
         self._unwritten: list[str] = []
 
     def _take(self, step: int, line: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class Growing(RecordedRows):
     def _forget(self) -> None:
         self._grown: list[dict[str, Any]] = []
         self._made: list[int] = []
-        """Of each grown row the step that made it."""
+        """For each added row: the step that made it."""
         self._prompts = {_chat_key(row) for row in self._base._rows}
 
     def _take(self, step: int, line: dict[str, Any]) -> None:
@@ -325,7 +326,7 @@ class Adaptive(RecordedRows):
 
     def _forget(self) -> None:
         self._seen: dict[int, list[tuple[int, float]]] = {}
-        """Row → (step, its mean reward there)."""
+        """Row → list of (step, the row's mean reward in this step)."""
         self._sure: dict[int, list[tuple[int, list[int]]]] = {}
         """Seed → of each step its size, and what it asks of the base in turn; of steps whose past is known."""
 

@@ -18,9 +18,9 @@ from workbench.base.files import unsealed, write_bytes
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tsv", ".arrow", ".feather")
 LINE_LIMIT = 64 << 20
-"""Bytes that a line of JSON may have."""
+"""Most bytes of a line of JSON."""
 SIZE_LIMIT = 8 << 30
-"""Bytes that a file may decode to: two kilobytes of parquet can decode to twenty gigabytes."""
+"""Most bytes to which a file may decode: two kilobytes of parquet can decode to twenty gigabytes."""
 _FIRST = 64
 """Rows that are decoded at a time; from the first ones the size of all is estimated."""
 ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -72,7 +72,7 @@ def _data_files(folder: Path) -> list[Path]:
         raise DataError(what, expected=f"files of {', '.join(SUFFIXES)} in it", found="none")
     if len(kinds) > 1 or len(splits) > 1:
         expected = "data files of one kind and one split in it"
-        do = f"name those that are meant: wb.rows({str(folder / names[0])!r}), or a pattern"
+        do = f"name the files: wb.rows({str(folder / names[0])!r}), or a pattern"
         raise DataError(what, expected=expected, found=", ".join(names[:8]), do=do)
     return inside
 

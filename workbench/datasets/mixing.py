@@ -53,7 +53,7 @@ class Composite(Rows):
     """Rows made of other rows. Slices and `select` are plain `Rows`; `filter` and `fitting` work on each part."""
 
     learns = False
-    """Whether they change with what a run does."""
+    """Whether the rows change during a run."""
 
     def __init__(self, parts: Sequence[Rows], rows: Sequence[dict[str, Any]], source: str) -> None:
         self._parts = tuple(parts)

@@ -24,11 +24,11 @@ from workbench.dataproto.io import register_codec
 IMAGES = "images"
 """The column of a row's pictures, in the order of their places in its prompt."""
 COLUMNS = (IMAGES, "image")
-"""Names under which data sets have it."""
+"""Names under which data sets have the column of pictures."""
 PLACE = "<image>"
 """A picture's place in a text, in verl's spelling."""
 MOST_PIXELS = 1 << 25
-"""Pixels of the largest picture that is read: it is decoded in this process."""
+"""Most pixels of a picture that is read, as pictures are decoded in this process."""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _KINDS = ("image", "image_url")
 _VALUES = ("image", "image_url", "url", "path", "bytes")

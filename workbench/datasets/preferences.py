@@ -1,4 +1,5 @@
-"""Samples of judged answers, as reward models and judges learn from them: a prompt, its answers, and what people said of these.
+"""Samples of judged answers, from which reward models and judges learn: a prompt, its answers, and their ratings or
+preferences.
 
 `samples(x)` reads RM-Gallery's DataSample, HelpSteer2 and 3, UltraFeedback, pairs as TRL, OpenRLHF and RewardBench have them, and
 rated answers. The form is recognised by the fields of the records.
@@ -35,7 +36,7 @@ class Answer:
     scores: Mapping[str, float] = field(default_factory=dict)
     """Attribute → rating: `helpfulness`, `score`, …"""
     model: str = ""
-    """Who wrote it, where the data say so."""
+    """Name of the model that wrote the answer; empty where the data do not have it."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class Sample:
 
     id: str
     prompt: tuple[Mapping[str, Any], ...]
-    """Messages, the question last."""
+    """The prompt's messages; the last one is the question."""
     answers: tuple[Answer, ...]
     best: tuple[int, ...] | None = None
-    """The preferred answers, by place; all of them are a tie, and None says nothing."""
+    """Numbers of the preferred answers; all answers: a tie; None: not known."""
     category: str = ""
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else that the record has."""
+    """All other fields of the record."""
 
     @property
     def question(self) -> str:

@@ -36,7 +36,7 @@ _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.ite
 named as prompt or answer may: its cells go elsewhere."""
 GSM8K = "openai/gsm8k"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Who may speak in a chat. Templates pass over other roles without a word."""
+"""Roles that messages of a chat may have: chat templates leave out messages of other roles without an error."""
 MEDIA = frozenset(
     kind + end for kind in ("image", "video", "audio") for end in ("s", "", "_path", "_paths", "_url", "_urls")
 ) | {"decoded_image", "pixel_values", "multi_modal_data", "multi_modal_inputs"}
@@ -48,7 +48,7 @@ _CHAT = re.compile(
 """Text that was meant as a chat: the keys of a first message, or of a chat inside a dict."""
 _PARTS = ("text", "image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 _EXPECTED = "a chat (a list of {role, content}) or a text"
-_TEXT_ONLY = "text: the engines here read no other"
+_TEXT_ONLY = "text: engines read text only"
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -64,13 +64,13 @@ class Reading:
     system: str | None = None
     """A system message to put before every prompt."""
     raw: bool = False
-    """Prompts are bare texts, without a chat template: for base models."""
+    """Whether prompts are bare texts that the model reads without a chat template, as for base models."""
     data_source: str = "rows"
     """The `data_source` of rows that have none."""
     without: frozenset[str] = frozenset()
     """Columns to leave out."""
     code: str = "x"
-    """What is read, as code, for the line that an error proposes."""
+    """The first argument of `wb.rows` as code, for the call that an error message proposes."""
 
     def read(self, records: Any, source: str = "") -> tuple[list[dict[str, Any]], str]:
         """Read each record as a row: (the rows, a description of which columns became what). `records` is an iterable
@@ -426,7 +426,7 @@ def _read(text: str, place: str) -> list[Any]:
         if all(part.get("type") in _PARTS for part in inside):
             return _message(inside)
     if _CHAT.match(text):
-        do = "write it so; or, where this very text is meant, as [{'role': 'user', 'content': …}]"
+        do = "write it as JSON; to send this text as it is, write [{'role': 'user', 'content': …}]"
         expected = "JSON of a list of {role, content}"
         raise DataError(f"{place} looks like a chat", expected=expected, found=describe(text), do=do)
     return _message(text)
@@ -499,7 +499,7 @@ def _content_text(content: Any, place: str) -> Any:
         content.encode()
     except UnicodeEncodeError as cause:
         found = describe(content[cause.start : cause.end])
-        raise DataError(place, expected="text that UTF-8 can hold", found=f"half a character, {found}") from cause
+        raise DataError(place, expected="text that UTF-8 can hold", found=f"an unpaired surrogate, {found}") from cause
     return content
 
 

@@ -17,9 +17,9 @@ from workbench.datasets.pictures import IMAGES, OPEN, Picture, as_parts, is_part
 from workbench.datasets.records import messages
 
 SECONDS = 5.0
-"""Time limit of a block of chats."""
+"""Time limit for rendering a block of chats, in seconds."""
 BLOCK = 32
-"""Chats that are sent to the child at once."""
+"""Number of chats that are sent to the child process in one message."""
 _WORKER = str(Path(__file__).with_name("render_worker.py"))
 _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH")
 
@@ -126,9 +126,9 @@ def of_the_clock(tokenizer: Any, chat: Any, **switches: Any) -> str:
     now, then = (_renderer.render(template, [chat], variables, clock) for clock in (None, "another time"))
     if now == then:
         return ""
-    fixed = "a template_switches={'date_string': '26 Jul 2024'} of the engine fixes it"
-    do = fixed if "date_string" in template else "a tokenizer whose template has a fixed date fixes it"
-    return f"it writes the date of the day, so that no later day repeats these prompts: {do}"
+    fixed = "pass the engine template_switches={'date_string': '26 Jul 2024'}"
+    do = fixed if "date_string" in template else "use a tokenizer whose template has a fixed date"
+    return f"it writes today's date, so that on another day the prompts differ: {do}"
 
 
 def prompt_remarks(tokenizer: Any, chats: Sequence[Any], **switches: Any) -> str:
@@ -162,8 +162,8 @@ def _added_tokens(tokenizer: Any, text: str) -> str:
     if first is not None and ids[:2] == [first, first]:
         notes.append(f"a bare prompt begins with {tokenizer.bos_token}, and the tokenizer adds another: leave it out")
     if last is not None and ids[-1:] == [last] and not text.rstrip().endswith(tokenizer.eos_token):
-        do = "take a tokenizer whose add_eos_token is off"
-        notes.append(f"the tokenizer ends a bare prompt with {tokenizer.eos_token}, where the model is to go on: {do}")
+        do = "use a tokenizer whose add_eos_token is off"
+        notes.append(f"the tokenizer ends a bare prompt with {tokenizer.eos_token}, so a model writes nothing: {do}")
     return "; ".join(notes)
 
 

@@ -1,1 +1,1 @@
-"""A run folder is written here: the loop, its session, what is recorded, checkpoints, going on."""
+"""Trains and writes run folders: the training loop, what is recorded, checkpoints, and resuming."""

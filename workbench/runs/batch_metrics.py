@@ -25,9 +25,9 @@ ALIASES = {
     "timing_s/ref": "timing_s/ref_log_prob",
     "timing_s/adv": "timing_s/advantage",
 }
-"""Another name for a metric → its own; both are written."""
+"""Second name of a metric → the metric's own name; both are written."""
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of a unit of `ru_maxrss`."""
+"""Bytes of one unit of `ru_maxrss`."""
 _PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
 

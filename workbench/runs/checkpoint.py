@@ -1,4 +1,4 @@
-"""Writes and verifies checkpoints: each is complete or not there at all; never overwritten, no pickle.
+"""Writes and verifies checkpoints: a checkpoint is complete or absent, never overwritten, and has no pickle.
 
     checkpoints/step_000010/{actor/ (a Hugging Face folder), actor_state/, critic/, …, state.json, manifest.json}
 
@@ -45,7 +45,7 @@ from workbench.runs.folder import PRUNED, discard, read_json, size_of, step_fold
 log = logging.getLogger("workbench")
 
 PENDING = "pending"
-"""Folder of rows that wait, where they are sampled one step ahead or in a stream."""
+"""Folder with rows that were sampled one step ahead or in a stream, and not used yet."""
 Fill = Callable[[Path], None]
 _STAGING = ".staging-"
 _sound: dict[Path, dict[str, tuple[int, ...]]] = {}

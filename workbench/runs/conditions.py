@@ -1,4 +1,4 @@
-"""What a user watches a training with: observers, `break_if`, the best checkpoint, when to stop for lack of progress.
+"""Conditions of a training: observers, `break_if`, the best checkpoint, and stopping for lack of progress.
 
 A condition sees all that is recorded for a step. What cannot be evaluated is never taken for "go on": a name that no step has
 had by the second time it is looked up, an exception, and an answer that is neither true nor false end the run, by name.
@@ -19,11 +19,12 @@ from workbench.runs.folder import STEP, read_metrics, read_settings
 from workbench.steps.trace import Trace
 
 Condition = Callable[[Mapping[str, float]], bool]
-"""From a step's metrics, those of held-out rows included where it validated: whether the loop stops before its update."""
+"""Function of a step's metrics (with held-out ones where the step validated) that returns whether the loop stops before
+the update."""
 BEST = "best"
-"""Name of the checkpoint of `save_best`, in place of a step."""
+"""Name of the checkpoint that `save_best` keeps, used in place of a step number."""
 _HELD_OUT = "val"
-"""Begins the name of a metric of a validation."""
+"""First part of the names of validation metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class Guard:
         self._condition, self._validates = condition, validates
         self._known = {name for row in past for name in row}
         self._waiting: set[str] = set()
-        """Names that were looked up and that no step has had."""
+        """Names of metrics that the condition looked up and no step has had."""
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         """Return whether the condition is met by a step's metrics. False where it needs a metric that only this step
@@ -134,7 +135,7 @@ class Guard:
             absent = isinstance(error, KeyError) and error.args and error.args[0] in seen.missing
             wrong, cause = "" if absent else first_line(error), error
         if wrong:
-            do = "let it return a comparison of metrics; resume='auto' goes on with another one"
+            do = "return a comparison of metrics; then go on with resume='auto'"
             raise SettingError(what, expected="true or false", found=wrong, do=do) from cause
         self._refuse_names(seen.missing, what)
         return stops

@@ -127,13 +127,14 @@ class Evaluation(Shown):
     mean: float
     """Mean reward over prompts (of each the mean of its samples), rows that were not scored left out."""
     interval: tuple[float, float]
-    """95 % interval of that mean, see `functional.passes.interval_over_prompts`; NaN for one prompt, and without any spread."""
+    """95 % interval of `mean`, see `functional.passes.interval_over_prompts`; NaN for one prompt, and without any
+    spread."""
     prompts: int
     samples: int
     greedy: bool
     """Whether responses were sampled at temperature 0."""
     unscored: int
-    """Rows that were not scored."""
+    """Number of rows that were not scored."""
     by_source: dict[str, float]
     """`data_source`, or part of a mix → mean reward of its prompts."""
     pass_at_k: dict[str, dict[int, float]]

@@ -41,7 +41,7 @@ STEP = "training/global_step"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _STEP_OF = re.compile(rf'"{STEP}": (\d+)')
-_TAKE_OUT = "put the line back from a copy, or take it out: the run goes on without that step's row, and says so"
+_TAKE_OUT = "restore the line from a copy, or delete it: the run then goes on without that row, and reports it"
 
 
 def strict(value: Any) -> Any:
@@ -163,7 +163,7 @@ def check_place(path: Path) -> None:
 
 
 PRUNED = ".pruned-"
-"""Begins the name of a folder that is being deleted."""
+"""First characters of the name of a folder that is being deleted."""
 
 
 def written(target: Path, fill: Callable[[Path], None]) -> Path:
@@ -208,7 +208,7 @@ def room(path: Path) -> Iterator[None]:
         raise
     except Exception as cause:  # libraries name a full disk in their own ways: safetensors' error is no OSError
         number, file = getattr(cause, "errno", None), getattr(cause, "filename", None)
-        what, expected, do = f"run {path}: {file} failed", "a file that can be written and read", "mend the folder"
+        what, expected, do = f"run {path}: {file} failed", "a file that can be written and read", "repair the folder"
         if number in _FULL or "No space left" in str(cause):
             what, expected, do = f"the disk of run {path} is full", "room for what a step writes", "make room"
         elif number in _FILES:
@@ -354,7 +354,7 @@ class Lock:
 
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
-"""Error numbers of a lock that somebody holds."""
+"""Error numbers that mean that another process holds the lock."""
 
 
 def _locked(handle: int) -> OSError | None:
@@ -404,7 +404,7 @@ def _holder_text(held: dict[str, Any]) -> str:
 log = logging.getLogger("workbench")
 
 KEEP_FLAGGED = 8
-"""Traces that are kept for a symptom, beyond those that were due."""
+"""Number of traces that are kept because of a symptom, in addition to those that were due."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,9 +416,9 @@ class Kept:
     flagged: tuple[str, ...] = ()
     """Names of the symptoms that began in this step."""
     before: Mapping[str, Mapping[str, float]] | None = field(default=None, repr=False)
-    """Stage name → its controllers' state before the step; None where that was not written down."""
+    """Stage name → state of its controllers before the step; None where it was not recorded."""
     after: Mapping[str, Mapping[str, float]] | None = field(default=None, repr=False)
-    """The same after it."""
+    """Stage name → state of its controllers after the step; None where it was not recorded."""
 
     def __str__(self) -> str:
         """Join all reasons for keeping the trace, such as `every 10 steps; the gradient jumps`."""

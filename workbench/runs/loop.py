@@ -83,12 +83,12 @@ class Recovery:
     def __init__(self, folder: RunFolder, pipeline: Pipeline, start: int, most: int, *, ahead: bool) -> None:
         self._folder, self._pipeline, self._start, self._most = folder, pipeline, start, most
         self.count = 0
-        """How often work was done again."""
+        """Number of recoveries so far."""
         self.notes: list[str] = []
-        """Sentences about each time."""
+        """A sentence about each recovery."""
         self._controllers = pipeline.state()
         self._began: dict[str, Any] = {}
-        """The learners as the session began, by role: until there is a checkpoint, and where one may have to go back."""
+        """The learners' states at the start of the session, by role, to go back to while there is no checkpoint."""
         found = [one for one in pipeline.learners().values() if isinstance(one, Losable) and one.lost is not None]
         if most and not start and (found or ahead):
             for role, learner in pipeline.learners().items():
@@ -235,9 +235,9 @@ class Ending:
     stopped: Stepper | None = None
     """A stepper before the update of the step that met `break_if`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of that step, as they would have been recorded."""
+    """Metrics of the stopped step, as they would have been recorded."""
     why: str = ""
-    """Why it ended early of itself, for lack of progress."""
+    """Why the loop ended early for lack of progress; else empty."""
 
 
 # --- one call of `train` --------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class TrainingLoop:
         names = plan.project, plan.experiment or folder.path.name
         self._trackers = {f"tracker {name!r}": TRACKERS[name](folder.path, *names) for name in plan.trackers}
         self._left_out: dict[str, str] = {}
-        """What only shows the run and has failed → a sentence about it."""
+        """Tracker or display that has failed → a sentence about the failure."""
         for row in past:  # a resumed run's events are written again: the old files were moved aside
             for name, tracker in self._trackers.items():
                 numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
@@ -297,7 +297,7 @@ class TrainingLoop:
         """The metrics of the step that was done last."""
         self._past = past
         self._in_memory: list[str] = settings["began"].get("in_memory", [])
-        """What the run began with that no file but its checkpoint of step 0 has."""
+        """Names of models with weights that only the checkpoint of step 0 has."""
         goals = {"save_best": plan.save_best, "stop_when": plan.stop_when}
         self._goals = {name: Goal.of(text, name) for name, text in goals.items() if text is not None}
 
@@ -398,7 +398,7 @@ class TrainingLoop:
             return
         what = f"the sampler does not have the policy that learns: {KL} of step {report.step}"
         do = "open both from the same model and see that the sampler takes the weights that are pushed to it; "
-        do += "a larger train(max_rollout_kl=…) lets such a step pass, None each"
+        do += "a larger train(max_rollout_kl=…) allows this step, None every step"
         raise EngineError(what, expected=f"≤ {limit:g} nats per token", found=f"{kl:.3g}", do=do)
 
     def _bring_back(self) -> str:

@@ -54,9 +54,10 @@ class Preflight(Shown):
 
     findings: tuple[tuple[str, str], ...] = field(default=())
     prompts: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """Lengths that settings.json keeps: see `Prompts.found`."""
+    """Prompt lengths that settings.json keeps; see `Prompts.found`."""
     begun: str = ""
-    """That the run begins with weights that no file has, and what it takes to keep them; "" where files have them."""
+    """Sentence on weights at the start of the run that no file has, and on the room to keep them; "" where files have
+    all weights."""
 
     def __repr__(self) -> str:
         width = max(len(what) for what, _ in self.findings)
@@ -141,7 +142,7 @@ def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
 
 
 _LAST = ("truths", "reward function")
-"""Findings about the reward that are told after all others."""
+"""Subjects of findings about the reward, which are listed last."""
 
 
 def _rewards(pipeline: Pipeline, rollout: Any, parts: Sequence[Rows], first: DataProto) -> list[tuple[str, str]]:
@@ -281,14 +282,14 @@ def _placement(pipeline: Pipeline, plan: TrainPlan) -> str:
     sampler = execute.sampler_of(pipeline, setting).sampler
     if plan.max_lag:
         drawn = ", ".join(one.name for one in streamed(pipeline) if one is not None)
-        turn = "in the middle of responses" if isinstance(sampler, Renewable) else "when it has answered what is out"
+        turn = "in the middle of responses" if isinstance(sampler, Renewable) else "after its open requests"
         placement = f"{drawn} in a stream by {type(sampler).__name__}, at most {plan.max_lag} versions behind; it takes new weights {turn}; no draw can be repeated"
     else:
         drawn = ", ".join(execute.drawn_stages(pipeline).names)
         placement = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
     if how := execute.correction(pipeline):
         return f"{placement}; corrected: {how}"
-    placement += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
+    placement += "; NOT corrected: PPO's ratio does not include the sampler's older weights; use recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
     log.warning("%s: %s", setting, placement)
     return placement
 
@@ -335,7 +336,7 @@ def _devices(pipeline: Pipeline, tokens: int) -> str:
         free, refuses = min(learner.memory_free() for learner in there), all(map(_is_checked, there))
         needed = partial(_needed, there, tokens)
         needs.append(memory.preflight(device, free, needed, ", ".join(pipeline.learners()), refuses))
-    return "; ".join(needs) or "the engines do not say"
+    return "; ".join(needs) or "the engines do not report it"
 
 
 def _needed(learners: Sequence[Any], tokens: int, measured: bool) -> Counter[str]:

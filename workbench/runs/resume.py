@@ -38,7 +38,7 @@ class Start:
     """The step and the state that a training run starts or resumes from."""
 
     step: int
-    """The first step to do, from 1."""
+    """The first step to run, from 1."""
     rng: dict[str, Any] | None = None
     """Random generators to restore when everything else is built, last before the loop."""
     notes: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Start:
     changes: tuple[str, ...] = ()
     """Settings that differ from those that the run was started with."""
     old: Mapping[str, Any] | None = None
-    """settings.json as it was; None for a new run."""
+    """Content of settings.json before the resume; None for a new run."""
     pending: Path | None = None
     """The trace with the first step's rows, where they were sampled ahead; what a stream's checkpoint holds."""
 
@@ -367,7 +367,7 @@ def _refuse_other_weights(
     if wrong:
         what = f"run {path} began with weights of another version than this pipeline was built on"
         again = f"build the pipeline on the weights that the run began with, wb.load_run({str(path)!r}).engine(0)"
-        again = "choose another run folder: nothing has those weights any more" if over else again
+        again = "choose another run folder: those weights no longer exist" if over else again
         do = "load the model again, build the pipeline on it, and resume with that" if in_files else again
         raise RunError(what, found="; ".join(dict.fromkeys(wrong)), do=do)
 

@@ -1,4 +1,5 @@
-"""Rollouts as a stream (`train(max_lag=k)`): groups are drawn without end while the policy learns, none older than k versions.
+"""Rollouts as a stream (`train(max_lag=k)`): groups are sampled continuously while the policy learns, none older than k
+versions.
 
 Prompts go to the sampler in the data's order. A group whose responses are all finished and scored waits in a buffer; a step
 starts as soon as `batch_size` groups wait, the oldest first, wherever they are in the order. After an update the sampler gets
@@ -49,7 +50,7 @@ from workbench.steps.trace import Phase, Trace, describe_settings, perform
 log = logging.getLogger("workbench")
 
 MOST_GROUPS = 256
-"""Groups that are under way at once, each in a thread."""
+"""Most groups that are sampled at the same time, each in a thread."""
 TOKEN_VERSIONS = "token_versions"
 _KINDS: dict[str, type[Metric]] = {one.__name__: one for one in (Mean, Max, Min, Sum, Count)}
 
@@ -95,24 +96,24 @@ class StreamGroup:
     """One prompt of the data's order in a stream, with its responses, their scores and its metrics."""
 
     place: int
-    """Its number in the order, from 0."""
+    """The prompt's number in the data's order, from 0."""
     born: int
-    """Updates that the weights had seen by which it began."""
+    """Number of updates of the weights with which the group began."""
     tries: int
-    """How often it was cancelled before."""
+    """How often the group was cancelled before."""
     start: DataProto
-    """The prompt: one row."""
+    """The prompt, a batch of one row."""
     heals: int = 0
-    """How often workers had been lost when it began."""
+    """Number of losses of workers before the group began."""
     draw: Draw = field(default_factory=Draw)
     batch: DataProto | None = None
-    """Its rows, sampled."""
+    """The sampled rows of the group."""
     scores: Sequence[Score] = ()
-    """Of its rows, or episodes, before the reward's policy for failures, which is for whole steps."""
+    """Scores of the group's rows or episodes, before the reward's policy `on_failure`, which applies to whole steps."""
     seconds: tuple[float, float] = (0.0, 0.0)
-    """What sampling and scoring took."""
+    """Seconds of sampling and of scoring."""
     metrics: dict[str, Metric] = field(default_factory=dict)
-    """The rollout's."""
+    """Metrics of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Waiting:
     """
 
     next: int
-    """Number of the next prompt in the order that has not begun."""
+    """Number, in the data's order, of the next prompt that has not begun."""
     again: Mapping[int, int]
     """Number of a prompt under way → how often it was cancelled."""
     groups: Sequence[StreamGroup]
@@ -208,7 +209,8 @@ class Stream:
         self._turn = threading.Condition()
         self._closed = False
         self.judging: AbstractContextManager[Any] = threading.RLock() if _one_at_a_time(self._reward) else nullcontext()
-        """Held around calls of a reward that is a plain function of this process: no two threads call it at once."""
+        """Lock around calls of a reward function that runs in this process, so that only one thread calls it at a time.
+        """
         self._counts = {"tokens": 0, "tokens_cancelled": 0, "cancelled": 0}
         self._idle_since: float | None = None
         self._idle = 0.0

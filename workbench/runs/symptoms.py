@@ -14,7 +14,7 @@ from workbench.runs.folder import STEP
 Rows = Sequence[Mapping[str, Any]]
 Check = Callable[[Rows, Any], Iterator["Symptom"]]
 WINDOW = 5
-"""Steps that a check averages over: the last ones, compared with as many first ones."""
+"""Number of steps that a check averages: the last ones, compared with as many first ones."""
 LOOKS = 5000
 """The most rows of an existing run after which the checks are made: all rows of most runs, in under half a second."""
 SEEN = 64
@@ -29,13 +29,13 @@ class Symptom:
 
     name: str
     found: str
-    """The numbers."""
+    """The numbers that show the problem."""
     since: int
     """The first step of the window of steps in which the symptom was seen."""
     do: str
-    """What is usually behind it, and what to try."""
+    """The usual cause of the problem, and what to try."""
     steps: tuple[int, ...] = ()
-    """The single steps that have the symptom; empty where it is one of a stretch of steps."""
+    """The steps that have the symptom; empty for a symptom of a range of steps."""
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.since} on): {self.found}; {self.do}"
@@ -239,7 +239,7 @@ CHECKS: tuple[Check, ...] = (
         ("actor/kl_loss", "actor/reward_kl_penalty"),
         1.0,
         "{metric} {value:.3g} nats a token",
-        "outputs may get strange: raise kl_coef, or lower lr",
+        "the policy is far from the reference: raise kl_coef, or lower lr",
     ),
     _collapsed_entropy,
     _cancelled_rollouts,

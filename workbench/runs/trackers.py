@@ -25,7 +25,7 @@ from workbench.runs.folder import STEP
 
 Table = Mapping[str, Sequence[Any]]
 TABLE_ROWS = 64
-"""Held-out samples that a tracker gets of a validation; the run's `val/` has all."""
+"""Most held-out samples that a tracker gets from a validation; the run's folder `val/` has all."""
 _ABOUT = ("uid", "data_source", "finish_reason")
 _TRACED = (*_ABOUT, "raw_prompt", "response_text", "turns", "score")
 _SHOWN = ("prompt", "response", "score", "score/status", "score/why", "data_source", "sample", "greedy")
@@ -49,13 +49,13 @@ class Tracker:
     """A metrics logger, such as TensorBoard, as functions: log metrics, close, log a table of samples, log traces."""
 
     log: Callable[[Mapping[str, float], int], None]
-    """Writes the metrics of a step."""
+    """Function (metrics, step) that writes the metrics of a step."""
     close: Callable[[], None] = lambda: None
-    """Writes what is buffered, and ends the logger."""
+    """Function that writes buffered data and closes the logger."""
     table: Callable[[Table, int], None] = lambda samples, step: None
-    """Writes the held-out samples of a step, where the logger has tables."""
+    """Function (table, step) that writes held-out samples, where the logger has tables."""
     traces: Callable[[Sequence[Span], int], None] | None = None
-    """Writes samples of a recorded step as traces; None: the logger has no traces."""
+    """Function (traces, step) that writes samples of a recorded step; None: the logger has no traces."""
 
 
 def _console(run: Path, project: str, experiment: str) -> Tracker:
@@ -273,7 +273,7 @@ def traces_of(batch: DataProto, step: int) -> list[Span]:
 
 
 KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
-"""A progress line shows the first of these that a run measures as KL."""
+"""Metrics of KL: a progress line shows the first one that the run has."""
 
 
 def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:

@@ -35,9 +35,9 @@ class RecordedUpdate:
     start: DataProto
     """The batch before the first phase."""
     inputs: DataProto
-    """What the update stages read, and `uid`."""
+    """The columns that the update stages read, and `uid`."""
     controllers: dict[str, dict[str, float]]
-    """Stage name → its controllers' state after the step."""
+    """Stage name → state of its controllers after the step."""
 
 
 def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
