@@ -26,6 +26,11 @@ NOT_USED = {
     r"shall": "has to, is",
     r"thus|hence|whence|thereof|herein|hereby|whilst|amongst|upon": "so, of it, while, among, on",
     r"amiss|betimes|lest|yonder|afresh|forthwith|nought|heed|reckon|gainsay": "wrong, early, so that not, again, at once, 0",
+    r"what to turn|turn: \{": "what to change",
+    r"mend the": "repair, correct",
+    r"goes? otherwise|begins? otherwise|ends? a turn of calls otherwise": "differently",
+    r"the very (step|machine|process|token)": "this, the same",
+    r"holds the policy where|stands in the prompt|for want of|laid over it|in (his|her|their) head": "say it in the field's words",
     r"leverag\w+|utiliz\w+|seamless\w*|effortless\w*|blazing\w*|delv\w+": "use, or a number",
     r"simply|obviously|of course|just works": "leave it out",
 }

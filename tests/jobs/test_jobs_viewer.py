@@ -118,7 +118,7 @@ def test_a_widget_is_answered_as_by_a_kernel(client: httpx.Client) -> None:
     assert wrong["kind"] == "error" and "nope" in wrong["text"]
     assert client.post(f"/-/ask/{number}", json={"values": {"picked": 3}}).json() == {}
     gone = client.post("/-/ask/0123", json={"content": asked})
-    assert gone.status_code == 404 and "load it again" in gone.json()["detail"]
+    assert gone.status_code == 404 and "reload it" in gone.json()["detail"]
 
 
 # --- who may ask -----------------------------------------------------------------------------------

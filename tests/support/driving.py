@@ -19,7 +19,7 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     until(page, lambda: "● update_actor" in face.inner_text())
     old = faces.first
     old.get_by_role("button", name="next", exact=True).click()
-    until(page, lambda: "elsewhere by now" in old.inner_text() and "● update_actor" in old.inner_text())
+    until(page, lambda: "had moved: this is its state now" in old.inner_text() and "● update_actor" in old.inner_text())
     face.get_by_role("button", name="back", exact=True).click()
     until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text())
     shot(page, "driven_back")

@@ -181,7 +181,7 @@ class Pages:
         page, steps = f"{name}/index.html", sorted(run.traces, reverse=True)
         held = sorted(step_files(run.path / "val"), reverse=True)
         further = [
-            ("diagnosis", [("what is probably wrong, and what to turn", f"{name}/diagnosis.html")]),
+            ("diagnosis", [("what is probably wrong, and what to change", f"{name}/diagnosis.html")]),
             ("recorded steps", [(str(step), _step_path(name, step)) for step in steps]),
             ("held-out samples", [(f"after step {step}", f"{name}/val_{step:06d}.html") for step in held]),
         ]

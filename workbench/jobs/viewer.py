@@ -114,7 +114,7 @@ class Viewer:
         Raises `LookupError` for a widget that is no longer kept.
         """
         if number not in self._widgets:
-            raise LookupError("this page was left long ago: load it again")
+            raise LookupError("this page was closed too long ago: reload it")
         self._widgets.move_to_end(number)
         widget = self._widgets[number]
         if "content" in message:
