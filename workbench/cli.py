@@ -218,7 +218,7 @@ def _check(options: argparse.Namespace) -> int:
     _without_grammar()
     parameters = _parameters_of(options)
     _say(table(options.notebook, resolve(options.notebook, parameters)))
-    code, findings = check_notebook(options.notebook, parameters, kernel=options.kernel)
+    code, findings = check_notebook(options.notebook, parameters, kernel=options.kernel, say=_say)
     _say(findings if code == OK else f"refused: {findings}")
     return code
 

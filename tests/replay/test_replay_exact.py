@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.base import progress
 from workbench.base.errors import CheckpointError, PipelineError, RunError
 from workbench.replay import rebuild
 from workbench.replay.rebuild import apply
@@ -218,6 +219,21 @@ def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path:
     assert made.distance["actor"] < 1e-4
     for was, would in made.metrics[2].values():
         assert was == pytest.approx(would, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_opens_every_kept_trace(tiny: str, tmp_path: Path) -> None:
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
+    plan: dict[str, Any] = {"batch_size": 2, "run": tmp_path / "r", "trace_freq": 1, "trackers": ()}
+    wb.train_blocking(pipeline(tiny), rows, steps=3, **plan)
+    run = wb.train_blocking(pipeline(tiny), rows, steps=4, resume="auto", **plan)
+    assert run.checkpoints == [3, 4] and run.restorable_steps == "0–4"
+    assert list(run.traces) == [1, 2, 3, 4] and "steps 1–4" in repr(run)
+    updates.prune(run.path / "updates", 3, 1 << 30, traces=[2, 4])
+    assert updates.steps(run.path / "updates") == [1, 4]
+    with pytest.raises(RunError, match="the update of step 2 is not recorded"):
+        run.stepper(3)
+    assert "opening" not in progress.now()
 
 
 @pytest.mark.slow

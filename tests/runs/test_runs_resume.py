@@ -16,6 +16,7 @@ import workbench as wb
 from workbench.base.errors import CheckpointError, EngineError, RunError
 from workbench.engines import LocalEngine
 from workbench.runs import checkpoint
+from workbench.runs.updates import going_on
 from workbench.stages import Advantage
 
 PLAN: dict[str, Any] = {"batch_size": 4, "trackers": ()}
@@ -72,6 +73,36 @@ def numbers(rows: list[dict[str, Any]]) -> list[list[float]]:
 @pytest.mark.long
 def test_with_everything_it_is_exact(tiny: str, whole: Any, tmp_path: Path) -> None:
     assert gone_on(tiny, whole[0], tmp_path / "r") == numbers(whole[1])
+
+
+def killed_before_a_checkpoint(half: Path, run: Path) -> Path:
+    """A copy of a run as a kill after its last update leaves it, before its first checkpoint."""
+    shutil.copytree(half, run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").unlink()
+    return run
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_it_goes_on_after_the_recorded_updates_exactly(
+    tiny: str, whole: Any, tmp_path: Path
+) -> None:
+    run = killed_before_a_checkpoint(whole[0], tmp_path / "r")
+    shutil.copytree(run, damaged := tmp_path / "damaged")
+    assert "after step 1, whose" in going_on(run) and "train on" in repr(wb.load_run(run))
+    pipe, rows = make(tiny)
+    resumed = wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
+    assert numbers(resumed.rows) == numbers(whole[1]) and len(resumed.rows) == 4
+    assert any("resumed after step 2" in note for note in resumed.notes)
+    (damaged / "updates" / "step_000002" / "update.json").write_text("{}")
+    pipe, rows = make(tiny)
+    resumed = wb.train_blocking(pipe, rows, steps=3, run=damaged, resume="auto", **PLAN)
+    assert [row["training/global_step"] for row in resumed.rows] == [1, 2, 3]
+    assert any(note.startswith("refused") for note in resumed.notes) and "after step 1" in " ".join(resumed.notes)
+    shutil.rmtree(damaged / "updates")
+    assert "at step 0 again: no checkpoint (save_freq=" in going_on(
+        killed_before_a_checkpoint(damaged, tmp_path / "none")
+    )
 
 
 def forget_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

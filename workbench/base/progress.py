@@ -10,10 +10,12 @@ import shutil
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 
+from workbench.base.errors import Interrupted
 from workbench.base.shown import door
 
 AFTER = 1.0
@@ -38,6 +40,8 @@ class Work:
         self.outer = _present.get()
         self.parts: list[Work] = []
         """Work that runs inside this work now, the newest last."""
+        self.result = ""
+        """Text that is shown in place of the name when the work has ended."""
         self._counted = unit != "rows"
         """Whether the work's units are being counted; rows of work inside it are then not counted."""
 
@@ -64,7 +68,9 @@ class Work:
 
     @property
     def line(self) -> str:
-        """What runs, how far it is, since when, and about how long it still takes."""
+        """What runs, how far it is, since when, and about how long it still takes; or its result."""
+        if self.result:
+            return f"{self.result} · {clock(self.seconds)}"
         chain = [self]
         while chain[-1].parts:
             chain.append(chain[-1].parts[-1])
@@ -146,8 +152,8 @@ def working(name: str, total: int = 0, unit: str = "rows") -> Iterator[Work]:
         shows.start()
     try:
         yield work
-    except BaseException:
-        work.name += ": stopped"
+    except BaseException as error:
+        work.name += ": stopped" if isinstance(error, Interrupted | KeyboardInterrupt | CancelledError) else ": failed"
         raise
     finally:
         over.set()
@@ -172,17 +178,28 @@ def _shown(work: Work, over: threading.Event) -> None:
 
 def on_stderr() -> Show:
     """Open the line on standard error: one that changes in a terminal; in a log seldom a new one."""
-    began, terminal, due, last = time.monotonic(), sys.stderr.isatty(), QUIET, ""
+    if not sys.stderr.isatty():
+        return seldom(lambda line: print(line, file=sys.stderr, flush=True))
 
     def show(line: str, share: float, over: bool) -> None:
-        nonlocal due, last
-        if terminal:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r\x1b[2K{line[:width]}" + "\n" * over)
-        elif line != last and ((now := time.monotonic() - began + AFTER) >= due or (over and last)):
-            due, last = 2 * now, line
-            sys.stderr.write(f"{line}\n")
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[2K{line[:width]}" + "\n" * over)
         sys.stderr.flush()
+
+    return show
+
+
+def seldom(write: Callable[[str], None]) -> Show:
+    """Open lines of a log: work writes one after `QUIET` seconds, further ones ever later, and its end after these."""
+    began, due, last = time.monotonic() - AFTER, QUIET, ""
+
+    def show(line: str, share: float, over: bool) -> None:
+        nonlocal began, due, last
+        if line != last and ((now := time.monotonic() - began) >= due or (over and last)):
+            due, last = 2 * now, line
+            write(line)
+        if over:  # where one place shows work after work, each has its own seconds
+            began, due, last = time.monotonic(), QUIET, ""
 
     return show
 

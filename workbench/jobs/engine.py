@@ -20,6 +20,9 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.distribution import optional
 from workbench.base.files import write_text
+from workbench.runs.folder import is_run, read_json
+from workbench.runs.trackers import append_line
+from workbench.runs.updates import going_on
 
 with optional("jobs", "running a notebook as a job"):
     import nbformat
@@ -117,15 +120,17 @@ class KernelClient(PapermillNotebookClient):
             self.nb_man.cell_exception(self.nb.cells[index], cell_index=index, exception=error)
             return True
         except DeadKernelError:
-            self.nb.cells[index].outputs.append(self._obituary())
+            self.nb.cells[index].outputs.append(self._obituary(index))
             self.nb_man.cell_exception(self.nb.cells[index], cell_index=index)
             return True
         finally:
             self.nb_man.cell_complete(self.nb.cells[index], cell_index=index)
         return False
 
-    def _obituary(self) -> Any:
-        """Make the error output of a cell whose kernel died; it says how, as far as the exit status tells."""
+    def _obituary(self, index: int) -> Any:
+        """Make the error output of a cell whose kernel died; it says how, as far as the exit status tells, and how the
+        job's run goes on.
+        """
         process = self._process()
         code = process.poll() if process is not None else None
         if self.received:
@@ -137,7 +142,11 @@ class KernelClient(PapermillNotebookClient):
             why = (
                 f"it exited with status {code}" if code is not None else "how it ended is not known: it left no status"
             )
-        text = f"the kernel died in this cell: {why}. What was shown before is above; the run folder has the rest."
+        text = f"the kernel died in cell {index + 1} of {len(self.nb.cells)}: {why}. What was shown before is above."
+        record = os.environ.get("WORKBENCH_JOB_RECORD")
+        run = Path((read_json(Path(record)).get("all") or {}).get("run") or "") if record else Path()
+        if is_run(run):
+            text += f"\nThe run goes on by: {going_on(run)}"
         return nbformat.v4.new_output("error", ename=DEAD, evalue=text, traceback=[text])
 
     def execute(self, **kwargs: Any) -> Any:
@@ -151,21 +160,25 @@ class KernelClient(PapermillNotebookClient):
                 self._last_resort.cancel()
         return self.nb
 
-    async def async_execute_cell(self, cell: Any, *args: Any, **options: Any) -> Any:
-        """Run one cell as nbclient does; while it runs, save the notebook every few seconds if it has new output."""
-        clock = asyncio.create_task(self._keep_current())
+    async def async_execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
+        """Run one cell as nbclient does; while it runs, save the notebook every few seconds if it has new output. One that
+        takes longer is a line of the job's progress.
+        """
+        clock = asyncio.create_task(self._keep_current(f"cell {cell_index + 1} of {len(self.nb.cells)} is running"))
         try:
-            return await super().async_execute_cell(cell, *args, **options)
+            return await super().async_execute_cell(cell, cell_index, *args, **options)
         finally:
             clock.cancel()
 
     execute_cell = run_sync(async_execute_cell)  # the base class's is bound to its own coroutine
 
-    async def _keep_current(self) -> None:
+    async def _keep_current(self, line: str) -> None:
+        await asyncio.sleep(SAVE_EVERY)
+        append_line(line)
         while True:
-            await asyncio.sleep(SAVE_EVERY)
             if self.nb_man.changed:
                 self.nb_man.save()
+            await asyncio.sleep(SAVE_EVERY)
 
     def output(self, outs: list[Any], msg: Any, display_id: Any, cell_index: int) -> Any:
         """Add an output to a cell; consecutive ones of one stream are joined, so that a printing loop leaves one output."""

@@ -20,7 +20,7 @@ from workbench.base.files import crc32_of
 from workbench.jobs.health import check_port
 from workbench.jobs.parameters import declared_parameters, read_notebook, resolve, table
 from workbench.replay.run import Run, number
-from workbench.runs.folder import check_place, read_json, write_json
+from workbench.runs.folder import check_place, read_json, step_folders, write_json
 
 OK, FAILED, REFUSED, STOPPED, DIED, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 129, 130, 143
 """Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGHUP; SIGINT; SIGTERM."""
@@ -80,6 +80,7 @@ def run_notebook(
     _set_aside(target)
     say(f"{source.name} → {target}")
     say(table(source, values))
+    say("starting the kernel (Ctrl-C ends the job; a training ends its step and keeps a checkpoint)")
     given = {name: value for name, value in values.items() if name in declared}
     job = {"notebook": str(source), "crc32": crc32_of(source), "parameters": values, "all": {**declared, **values}}
     if (named or output is None) and not (run / JOB).is_file():
@@ -143,7 +144,7 @@ def _execute(
         return _signal_code([str(stopped)]), str(stopped)
     except PapermillExecutionError as error:
         if signals := read_json(target)["metadata"]["papermill"].get("signals"):
-            return _signal_code(signals), f"stopped by {signals[0]} in cell {error.cell_index}: {error.evalue}"
+            return _signal_code(signals), f"stopped by {signals[0]} in cell {error.cell_index + 1}: {error.evalue}"
         if error.ename == DEAD:
             return DIED, error.evalue
         return (STOPPED if error.ename == "RunStopped" else FAILED), _cell_error(error)
@@ -185,9 +186,14 @@ def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
 
 
 def check_notebook(
-    notebook: str | Path, parameters: Mapping[str, Any], *, kernel: str | None = None
+    notebook: str | Path,
+    parameters: Mapping[str, Any],
+    *,
+    kernel: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[int, str]:
     """Check a notebook by running it up to the start of its training: returns (0, findings) or (exit code, error text).
+    `say` gets lines about what takes long.
 
     Exit code 2 means that a cell raised. Cells tagged `look` are left out, files go to a temporary folder, and no model
     samples.
@@ -199,7 +205,7 @@ def check_notebook(
     given, job = {name: output for name, output in values.items() if name in declared}, {"parameters": values}
     with (
         tempfile.TemporaryDirectory(prefix="workbench-") as folder,
-        _job(lambda line: None, job, declared, WORKBENCH_CHECK="1"),
+        _job(say, job, declared, WORKBENCH_CHECK="1"),
     ):
         target = Path(folder) / source.name
         code, error = _execute(source, target, given, kernel, language, skip_look=True)
@@ -221,7 +227,7 @@ def _cell_error(error: Any) -> str:
     colours.
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in "\n".join(error.traceback).splitlines()]
-    return f"cell {error.cell_index} raised {error.ename}: {error.evalue}\n" + "\n".join(lines[-12:])
+    return f"cell {error.cell_index + 1} raised {error.ename}: {error.evalue}\n" + "\n".join(lines[-12:])
 
 
 @contextmanager
@@ -274,11 +280,11 @@ def _follow(path: Path, say: Callable[[str], None], done: threading.Event) -> No
 
 def closing_lines(result: NotebookResult) -> list[str]:
     """Return the lines to print when a job has ended: held-out rewards before and after, symptoms, and where the files
-    are.
+    are, the model's among them.
     """
     lines, run = list[str](), result.run
     if run is not None and (run / "summary.json").is_file():
-        summary = read_json(run / "summary.json")
+        summary = Run(run).summary
         for when in ("before", "after"):
             if f"reward_{when}" in summary:
                 low, high = (number(bound) for bound in summary[f"interval_{when}"])
@@ -287,10 +293,12 @@ def closing_lines(result: NotebookResult) -> list[str]:
                     f"   greedy {number(summary[f'greedy_{when}'])}   ({summary['num_eval_rows']} prompts)"
                 )
         if summary.get("stopped"):
-            lines.append(f"stopped: {summary['stopped']}")
+            lines.append(f"stopped: {summary.why}")
         if (run / "settings.json").is_file():
             lines += [f"symptom: {one}" for one in Run(run).symptoms]
     lines.append(f"executed notebook  {result.output}")
     kept = {"metrics": "metrics.jsonl", "TensorBoard": "tensorboard", "curves": "curves.png", "summary": "summary.json"}
     there = {what: run / name for what, name in kept.items() if (run / name).exists()} if run is not None else {}
+    if run is not None and (saved := list(step_folders(run / "checkpoints").values())):
+        there["model"] = saved[-1] / "actor"
     return lines + [f"{what:<18} {path}" for what, path in there.items()]

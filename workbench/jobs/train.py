@@ -18,7 +18,7 @@ from workbench import recipes
 from workbench.base.config import refuse_unknown, shows_settings
 from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
 from workbench.base.files import write_bytes, write_text
-from workbench.base.progress import hidden, shown_by
+from workbench.base.progress import hidden, seldom, shown_by, working
 from workbench.base.runtime import Control, on_signals
 from workbench.datasets.rows import Rows
 from workbench.jobs.health import HealthPage, Watcher, health_page
@@ -216,17 +216,21 @@ def _ending_signals() -> Iterator[None]:
 
 async def _trained(pipeline: Pipeline, rows: Rows, plan: TrainPlan, page: HealthPage | None) -> Run:
     check_place(plan.run)
-    checks = preflight(pipeline, rows, plan)
-    settings = resolved(pipeline, rows, plan, checks.prompts)
+    with working("checking the settings"):
+        checks = preflight(pipeline, rows, plan)
+        settings = resolved(pipeline, rows, plan, checks.prompts)
     if os.environ.get("WORKBENCH_CHECK"):
         check_resumable(plan.run, settings, plan.resume, plan.allow_changes)
         raise Checked(repr(checks))
     with room(plan.run), contextlib.ExitStack() as stack:
         folder = RunFolder(plan.run)
         stack.callback(folder.lock.release)
-        start = begin(folder, pipeline, rows, settings, resume=plan.resume, allow_changes=plan.allow_changes)
+        with working("opening the run folder"):
+            start = begin(folder, pipeline, rows, settings, resume=plan.resume, allow_changes=plan.allow_changes)
         if start.step > plan.steps:
             return _nothing_to_do(plan, start)
+        for note in start.notes:
+            append_line(note)
         if record := os.environ.get("WORKBENCH_JOB_RECORD"):
             write_text(plan.run / "job.json", Path(record).read_text(encoding="utf-8"))
         settings = with_history(settings, start.old, start.step, start.changes)
@@ -241,7 +245,8 @@ async def _trained(pipeline: Pipeline, rows: Rows, plan: TrainPlan, page: Health
         session = TrainingLoop(
             folder, pipeline, rows, plan, settings, start, begun=checks.begun, control=control, display=live, draw=_draw
         )
-        with shown_by(hidden):  # the display has it
+        # the display has it; a job's terminal gets what takes long
+        with shown_by(seldom(append_line) if os.environ.get("WORKBENCH_JOB") else hidden):
             ending = await session.run()
     return _result(plan, ending, (*start.notes, *session.notes))
 

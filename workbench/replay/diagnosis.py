@@ -60,6 +60,8 @@ class Evidence:
     symptoms: Sequence[Symptom] = ()
     audit: Audit | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    died: str = ""
+    """How to go on with a run whose process was killed; "" for any other."""
 
     def first(self, name: str) -> float | None:
         """Return a metric's mean over the first five steps; None where it is not recorded."""
@@ -175,6 +177,14 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.sure}: {self.cause}: {self.numbers}; look: {self.look}; turn: {self.turn}"
+
+
+def killed(seen: Evidence) -> Iterator[Finding]:
+    """Find a run whose process ended without a word."""
+    if seen.died:
+        last = step_of(seen.rows[-1]) if seen.rows else 0
+        numbers = f"{last} of {(seen.settings.get('train') or {}).get('steps', '?')} steps, no summary, and no process writes it"
+        yield Finding("the run died", "sure", numbers, "the system's log: killed for lack of memory?", seen.died)
 
 
 # --- what is computed wrongly ---------------------------------------------------------------------
@@ -590,6 +600,7 @@ def _end(text: str) -> str:
 
 
 CAUSES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    killed,
     disagreeing_audit,
     flipped_advantage,
     lonely_responses,

@@ -32,6 +32,7 @@ import torch
 from workbench import stages
 from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
 from workbench.base.metrics import Metric
+from workbench.base.progress import working
 from workbench.base.shown import Shown, hidden_in, shown
 from workbench.compat.verl_reward import read_block, reward_from
 from workbench.dataproto.core import DataProto
@@ -572,22 +573,24 @@ def wrong_files(record: Mapping[str, Any]) -> str | None:
 # --- weights ------------------------------------------------------------------------------------
 
 
-def standing_after(folder: Path, step: int, given: bool = False) -> Pipeline:
+def standing_after(folder: Path, step: int, given: bool = False, ready: Callable[[], Any] = lambda: None) -> Pipeline:
     """Make a run's pipeline again with its weights, optimizers and controllers after `step` (0: before training). With
-    `given` the folder's code is trusted and runs.
+    `given` the folder's code is trusted and runs; `ready` is called before an engine is opened.
 
     Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be
     restored.
     """
     settings = read_settings(folder)
     trust = trust_of(folder, settings, given)
-    base, engines = _nearest(folder, settings, step, trust)
+    base, engines = _nearest(folder, settings, step, trust, ready)
     pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, folder, trust), trust)
     pipeline.load_state(_controllers_at(folder, settings, base))
-    for number in range((base or 0) + 1, step + 1):
-        update = updates.read(folder / "updates", number)
-        apply(pipeline, update)
-        pipeline.load_state(update.controllers)
+    with working("recorded updates", step - (base or 0), "steps") as work:
+        for number in range((base or 0) + 1, step + 1):
+            update = updates.read(folder / "updates", number)
+            apply(pipeline, update)
+            pipeline.load_state(update.controllers)
+            work.passed(1)
     return pipeline
 
 
@@ -615,7 +618,13 @@ def _controllers_at(folder: Path, settings: Mapping[str, Any], base: int | None)
     return dict(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
 
 
-def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust) -> tuple[int | None, dict[str, Any]]:
+def _nearest(
+    folder: Path,
+    settings: Mapping[str, Any],
+    step: int,
+    trust: Trust,
+    ready: Callable[[], Any] = lambda: None,
+) -> tuple[int | None, dict[str, Any]]:
     """Open the engines, by role, of the newest checkpoint at or before `step` from which all updates are recorded;
     returns its step first.
 
@@ -630,6 +639,7 @@ def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust)
         if lacking:
             why.append(f"from {place}: the update of step {lacking[0]} is not recorded any more")
             continue
+        ready()
         try:
             return base, _opened(folder, settings, base, trust)
         except Untrusted:

@@ -475,9 +475,8 @@ def _signed(batch: DataProto, state_id: str) -> DataProto:
 def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
     """Make a stepper that stands before the first phase of a step, with all engines opened at once."""
     start = start_of(folder, step)
-    make_room()
     try:
-        standing = standing_after(folder, step - 1, trust)
+        standing = standing_after(folder, step - 1, trust, make_room)
     except Untrusted:
         raise
     except RunError as error:
@@ -823,7 +822,10 @@ class Run(Shown):
         traces, rows = self.traces, self.rows
         batches = {step: traces[step].batch for step in sorted(traces)[-TRACES:]}
         audit = self.audit(last) if batches and len(batches[last := max(batches)]) <= AUDITED else None
-        return diagnosed(gathered(rows, batches, symptoms=self.symptoms, settings=self.settings, audit=audit))
+        found: dict[str, Any] = {"symptoms": self.symptoms, "settings": self.settings, "audit": audit}
+        return diagnosed(
+            gathered(rows, batches, died=updates.going_on(self.path) if self.state == "died" else "", **found)
+        )
 
     def history(self, prompt: Any) -> Any:
         """Show how one prompt's answers changed: its samples at every step or validation that drew it and kept them.
@@ -963,6 +965,11 @@ class Run(Shown):
 class Summary(Shown, dict[str, Any]):
     """summary.json as a dict, displayed as a table."""
 
+    @property
+    def why(self) -> str:
+        """Why the run was stopped, such as `by hand after step 3`; "" where it was not."""
+        return (self.get("stopped") or "").removeprefix("stopped ")
+
     def pairs(self) -> list[tuple[str, str]]:
         """Return (name, text) pairs of the main numbers, for display."""
         pairs = []
@@ -972,7 +979,7 @@ class Summary(Shown, dict[str, Any]):
                 text = f"{number(self[f'reward_{when}'])}  (95 % in [{low}, {high}], greedy {number(self[f'greedy_{when}'])})"
                 pairs.append((f"held-out reward {when}", text))
         return pairs + [
-            (key, str(self[key]))
+            (key, self.why if key == "stopped" else str(self[key]))
             for key in ("num_eval_rows", "steps", "seconds", "stopped")
             if self.get(key) is not None and (key, self[key]) != ("num_eval_rows", 0)
         ]
@@ -1058,9 +1065,9 @@ def _line(run: Run) -> dict[str, Any]:
     metrics = ("val/reward", "critic/score/mean")
     held, training = ([row[name] for row in rows if row.get(name) is not None] for name in metrics)
     changed = time.strftime("%Y-%m-%d %H:%M", time.localtime((run.path / "settings.json").stat().st_mtime))
-    state = run.state
+    more = {"stopped": summary.why, "died": f"goes on {updates.kept_until(run.path)}"}.get(state := run.state)
     return {
-        "state": f"stopped: {summary['stopped']}"[:60] if state == "stopped" else state,
+        "state": f"{state}: {more}"[:80] if more else state,
         "steps": f"{rows[-1][STEP] if rows else 0}/{plan.get('steps', '?')}",
         "reward before": held[0] if held else None,
         "reward after": held[-1] if len(held) > 1 else None,

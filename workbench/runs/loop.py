@@ -2,7 +2,7 @@
 `train`, the observer that writes the run folder, from restoring random generators to the summary.
 
 The stages run in order (rollout, reward, log-probs, values, advantage, updates). With `ahead` a step's rows were sampled
-during the update of the step before, with `max_lag` while earlier steps went on (`runs.streaming`). Each step writes its metrics row first, then the update, the trace and the checkpoint
+during the update of the step before, with `max_lag` while earlier steps went on (`runs.streaming`). Each step writes its metrics row first, then the trace, the update and the checkpoint
 as planned: nothing on disk belongs to a step without a row.
 
 Recovers a training from workers that were lost: a learner's rank or a sampler that died, was stopped, or is hung.
@@ -33,6 +33,7 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, RunError, WorkerLost, first_line
 from workbench.base.memory import trim
 from workbench.base.metrics import reduce
+from workbench.base.progress import working
 from workbench.base.runtime import Control
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Rows
@@ -51,6 +52,7 @@ from workbench.runs.folder import (
     read_metrics,
     read_settings,
     step_folder,
+    step_folders,
     strict,
     write_json,
     written,
@@ -90,7 +92,7 @@ class Recovery:
         self._began: dict[str, Any] = {}
         """The learners' states at the start of the session, by role, to go back to while there is no checkpoint."""
         found = [one for one in pipeline.learners().values() if isinstance(one, Losable) and one.lost is not None]
-        if most and not start and (found or ahead):
+        if most and not checkpoint.steps(folder.checkpoints) and (found or ahead):
             for role, learner in pipeline.learners().items():
                 self._began[role] = learner.snapshot("memory")
 
@@ -310,16 +312,17 @@ class TrainingLoop:
             checkpoint.restore_rng(self._start.rng)
         watching = asyncio.create_task(self._display.watch()) if self._display is not None else None
         try:
-            ending = await self._loop([self, *self._plan.observers])
-        except BaseException as error:
-            why = await runtime.beside(self._broke, error)
-            if isinstance(error, asyncio.CancelledError):
-                raise asyncio.CancelledError(why) from None
-            raise
+            try:
+                ending = await self._loop([self, *self._plan.observers])
+            except BaseException as error:
+                why = await runtime.beside(self._broke, error)
+                if isinstance(error, asyncio.CancelledError):
+                    raise asyncio.CancelledError(why) from None
+                raise
+            why = await runtime.beside(self._finish, ending, getattr(self._plan.break_if, "why", None))
         finally:
             if watching is not None:
                 watching.cancel()
-        why = await runtime.beside(self._finish, ending, getattr(self._plan.break_if, "why", None))
         if self._control.interrupted:
             raise asyncio.CancelledError(why)
         return ending
@@ -475,7 +478,7 @@ class TrainingLoop:
         return f"{since} validations without {goal.metric} {way} {value:.4g}, that of step {best}: stopped"
 
     def on_step(self, report: StepReport) -> None:
-        """Observer hook after a step: write its metrics, then its recorded update, trace and checkpoint where they are
+        """Observer hook after a step: write its metrics, then its trace, recorded update and checkpoint where they are
         due.
 
         A trace is kept of every k-th step (`trace_freq`), of the last one, and of a step in which a symptom begins.
@@ -487,15 +490,15 @@ class TrainingLoop:
         begun = [one.name for one in self._watch.look(strict(metrics))]
         self._before = self._state.get("controllers", {})
         self._last, self._state, self._weights = report, self._present_state(step), states(self._pipeline.learners())
-        if plan.keep_updates:
-            updates.write(self._folder.updates, step, report.trace, self._pipeline)
-            oldest = min(checkpoint.steps(self._folder.checkpoints), default=0)
-            updates.prune(self._folder.updates, oldest, plan.keep_updates << 20, self._sizes)
         due = plan.due(plan.trace_freq, step)
         if begun:
             log.warning("step %d: %s; its trace is kept", step, ", ".join(begun))
         if due or begun:
             self._save_trace(due, begun)
+        if plan.keep_updates:  # last: a run without a checkpoint goes on after it, and does not write the trace again
+            updates.write(self._folder.updates, step, report.trace, self._pipeline, self._state["rng"])
+            oldest, kept = min(checkpoint.steps(self._folder.checkpoints), default=0), step_folders(self._folder.traces)
+            updates.prune(self._folder.updates, oldest, plan.keep_updates << 20, self._sizes, kept)
         if plan.due(plan.save_freq, step) or self._best() == step:
             self._recovery.attempt(step, self._save, self._bring_back)
 
@@ -602,7 +605,8 @@ class TrainingLoop:
             "keep": self._plan.keep_checkpoints,
             "spared": (self._best(), 0 if self._in_memory else None),
         }
-        checkpoint.write(self._folder.checkpoints, step, fill, self._state, **kept)
+        with working(f"saving checkpoint {step}"):
+            checkpoint.write(self._folder.checkpoints, step, fill, self._state, **kept)
         return step
 
     # --- ends -----------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import CheckpointError, DataError, RunError, describe
+from workbench.base.progress import working
 from workbench.datasets.feedback import STEP as LEARNED_AT
 from workbench.datasets.rendering import encode
 from workbench.datasets.rows import Rows
 from workbench.engines.protocol import Bounded, SamplingSettings, switches_of
 from workbench.engines.settings import FsdpSettings
-from workbench.runs import checkpoint
+from workbench.runs import checkpoint, updates
 from workbench.runs.folder import STEP, RunFolder, read_json, read_metrics, read_settings, step_folders
 from workbench.runs.settings import first_seen, in_memory
-from workbench.runs.updates import ranges
 from workbench.stages.pipeline import Pipeline
 
 log = logging.getLogger("workbench")
@@ -87,9 +87,10 @@ def begin(
 ) -> Start:
     """Restore weights, optimizer, controllers and data position from a run's folder, and return where to start.
 
-    `resume="never"` refuses a folder that has a run. `"auto"` takes the newest checkpoint that verifies; a run that
-    never had one starts over, and what it wrote is moved to superseded/. Raises `RunError` where settings, model files
-    or data differ from the run's, or weights cannot be restored; `CheckpointError` where all checkpoints are damaged.
+    `resume="never"` refuses a folder that has a run. `"auto"` takes the newest checkpoint that verifies. A run that
+    never had one goes on after its recorded updates, which are made again, or else starts over; what it wrote since is
+    moved to superseded/. Raises `RunError` where settings, model files or data differ from the run's, or weights cannot
+    be restored; `CheckpointError` where all checkpoints are damaged.
     """
     old, changes, warnings = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
@@ -106,10 +107,11 @@ def begin(
     if _has_begun(old, allow_changes):
         _refuse_other_weights(folder.path, pipeline, old or {}, settings, over=newest.path is None)
     notes = tuple(note for note in (folder.lock.note, *warnings, *newest.notes) if note)
-    learned = restore_rows(folder, pipeline, rows, newest.step, settings)
     if newest.path is None:
-        pipeline.load_state((old or {}).get("began", {}).get("controllers", {}))
-        return Start(1, None, (*notes, *_superseded(folder, -1, learned)), changes, old)
+        done, rng, how = _repeated(folder, pipeline, old or {}, changes, settings["train"]["steps"])
+        learned = restore_rows(folder, pipeline, rows, done, settings)
+        return Start(done + 1, rng, (*notes, *how, *_superseded(folder, done or -1, learned)), changes, old)
+    learned = restore_rows(folder, pipeline, rows, newest.step, settings)
     state = _restore(newest.path, pipeline, rows, settings, allow_changes)
     if newest.step >= settings["train"]["steps"]:
         return Start(newest.step + 1, None, notes, changes, old)
@@ -130,7 +132,8 @@ def _had_checkpoint(run: Path, old: Mapping[str, Any] | None) -> str:
     every = int(old["train"].get("save_freq", 0)) if old is not None else 0
     if every and done > every:
         return f"{done} steps are recorded, with a checkpoint every {every}"
-    resumed = [one["from_step"] for one in (old or {}).get("history", []) if one["from_step"] > 1]
+    again = 1 + (0 if old is None else updates.remade(run, old))
+    resumed = [one["from_step"] for one in (old or {}).get("history", []) if one["from_step"] > again]
     return f"it was resumed at step {resumed[-1]} before" if resumed else ""
 
 
@@ -140,11 +143,37 @@ def lost_rows(run: Path, step: int) -> list[str]:
     """
     there = {int(row[STEP]) for row in read_metrics(run / "metrics.jsonl")}
     missing = [one for one in range(1, step + 1) if one not in there]
-    return [f"metrics.jsonl lacks the rows of steps {ranges(missing)}, which were done"] if missing else []
+    return [f"metrics.jsonl lacks the rows of steps {updates.ranges(missing)}, which were done"] if missing else []
 
 
 def _superseded(folder: RunFolder, after: int, learned: Sequence[Path]) -> list[str]:
-    return [f"moved to superseded: {what}" for what in folder.supersede(after, dict.fromkeys(learned, LEARNED_AT))]
+    moved = folder.supersede(after, dict.fromkeys(learned, LEARNED_AT))
+    return [f"moved to superseded: {', '.join(moved)}"] if moved else []
+
+
+def _repeated(
+    folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any], changes: Sequence[str], steps: int
+) -> tuple[int, dict[str, Any] | None, list[str]]:
+    """Make the recorded updates of a run without a checkpoint again, on the weights that it began with; returns the last
+    step, the random generators' state after it, and notes. The last of `steps` is done anew, which saves it.
+    """
+    pipeline.load_state(old.get("began", {}).get("controllers", {}))
+    others = [one for one in changes if not _may_change(one.split(": ")[0], ())]
+    last = 0 if others or not old else min(updates.remade(folder.path, old), steps - 1)
+    rng, done, notes = None, 0, list[str]()
+    with working("making the recorded updates again", last, "steps") as work:
+        for step in range(1, last + 1):
+            try:
+                update = updates.read(folder.updates, step)
+            except CheckpointError as damage:
+                notes.append(f"refused {damage}")
+                break
+            updates.apply(pipeline, update)
+            pipeline.load_state(update.controllers)
+            rng, done = update.rng, step
+            work.passed(1)
+    how = f"resumed after step {done}: no checkpoint, but all updates until there are recorded"
+    return done, rng, [*notes, how] if done else [*notes, *["no checkpoint: begun again at step 0"] * bool(old)]
 
 
 def restore_rows(

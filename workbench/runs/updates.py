@@ -4,15 +4,16 @@
 
 `start` is the batch as it came from the data, `inputs` what the update stages read (ids, masks, old and reference
 log-probs, advantages, returns), in narrow integers. `update.json`, written last, has a crc32 of every file and of its own
-text, and the controllers' state after the step. About 30 bytes a token; what is older than the oldest kept checkpoint is deleted,
-and the oldest first where all together are above `keep_updates` MiB.
+text, the controllers' state after the step and that of the random generators. About 30 bytes a token and 40 kB. What is older than
+the oldest kept checkpoint is deleted unless a kept trace needs it, and the oldest first where all together are above `keep_updates` MiB.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,17 @@ import torch
 from workbench.base.errors import CheckpointError
 from workbench.base.files import FORMAT, check_file, check_format, crc32_of, sealed
 from workbench.dataproto.core import DataProto
-from workbench.runs.folder import discard, read_json, size_of, step_folder, step_folders, written
+from workbench.runs import checkpoint
+from workbench.runs.folder import (
+    discard,
+    goes_on,
+    read_json,
+    read_settings,
+    size_of,
+    step_folder,
+    step_folders,
+    written,
+)
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import used
 from workbench.steps.trace import Phase, Trace, perform
@@ -38,10 +49,14 @@ class RecordedUpdate:
     """The columns that the update stages read, and `uid`."""
     controllers: dict[str, dict[str, float]]
     """Stage name → state of its controllers after the step."""
+    rng: dict[str, Any] | None = None
+    """States of the random generators after the step; None where an earlier version recorded it."""
 
 
-def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
-    """Record the inputs of a step's update stages, completely or not at all; replaces an earlier record of the step."""
+def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline, rng: Mapping[str, Any]) -> Path:
+    """Record the inputs of a step's update stages, completely or not at all; replaces an earlier record of the step.
+    `rng` are the states of the random generators after it.
+    """
     updating = [stage for stage in pipeline if stage.updates]
     batch = trace.before(updating[0].name)
     after = [(stage.name, trace[stage.name].batch.origins.items()) for stage in updating]
@@ -56,7 +71,7 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
         trace.start.save(staging / "start")
         paths = [path for path in sorted(staging.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(staging)): crc32_of(path) for path in paths}
-        record = {"format": FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state()}
+        record = {"format": FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state(), "rng": rng}
         (staging / "update.json").write_text(sealed(json.dumps({**record, "files": files}, allow_nan=False)))
 
     return written(step_folder(folder, step), fill)
@@ -100,7 +115,8 @@ def read(folder: Path, step: int) -> RecordedUpdate:
         check_file(path / name, {"crc32": value}, f"{what}: file {name}", CheckpointError, "choose another step")
     inputs = DataProto.load(path / "inputs")
     widened = {name: inputs[name].to(getattr(torch, kind)) for name, kind in record["dtypes"].items()}
-    return RecordedUpdate(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
+    states = record["controllers"], record.get("rng")
+    return RecordedUpdate(step, DataProto.load(path / "start"), inputs.with_columns(widened), *states)
 
 
 def apply(pipeline: Pipeline, update: RecordedUpdate, inputs: DataProto | None = None) -> list[Phase]:
@@ -118,21 +134,55 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None) -> None:
+def prune(
+    folder: Path,
+    oldest_checkpoint: int,
+    limit: int,
+    sizes: dict[int, int] | None = None,
+    traces: Iterable[int] = (),
+) -> None:
     """Delete recorded updates up to the oldest kept checkpoint, and further the oldest ones while all together exceed
     `limit` bytes.
 
+    Those from which a step of `traces` (the kept ones) can be opened stay: the weights before a step that no
+    checkpoint reaches are made from the model that the run began with and every update since.
     `sizes` (step → bytes) is a cache that this function fills, so that a writer that calls it every step measures each
     step once.
     """
     sizes = {} if sizes is None else sizes
-    held = 0
-    for step, path in reversed(step_folders(folder).items()):
+    held, there = 0, step_folders(folder)
+    needed = max((step - 1 for step in traces if step <= oldest_checkpoint), default=0) if 1 in there else 0
+    for step, path in reversed(there.items()):
         if step not in sizes:
             sizes[step] = size_of(path)
         held += sizes[step]
-        if step <= oldest_checkpoint or held > limit:
+        if needed < step <= oldest_checkpoint or held > limit:
             discard(path)
+
+
+def remade(run: Path, settings: Mapping[str, Any]) -> int:
+    """Return the last step whose weights are made again by all recorded updates from the run's beginning; 0 where there
+    is none, and where rows were sampled before the update of an earlier step (`ahead`, `max_lag`).
+    """
+    train, recorded = settings.get("train", {}), steps(run / "updates")
+    if train.get("ahead") or train.get("max_lag"):
+        return 0
+    return next(step for step in count() if step + 1 not in recorded)
+
+
+def kept_until(run: Path) -> str:
+    """Return what a run that ended early goes on from: `from checkpoint 10`, `after step 5, …`, or that it begins again."""
+    if saved := checkpoint.steps(run / "checkpoints"):
+        return f"from checkpoint {saved[-1]}"
+    train = (settings := read_settings(run)).get("train", {})
+    if (step := min(remade(run, settings), train.get("steps", 1) - 1)) > 0:
+        return f"after step {step}, whose updates are recorded (no checkpoint)"
+    return f"at step 0 again: no checkpoint (save_freq={train.get('save_freq')})"
+
+
+def going_on(run: Path) -> str:
+    """Return the line that goes on with a run that ended early, and what it goes on from."""
+    return f"{goes_on(run)}, {kept_until(run)}"
 
 
 def ranges(numbers: list[int]) -> str:

@@ -69,7 +69,7 @@ class WhatIf(Shown):
         return apart.topk(min(number, len(apart))).indices.tolist()
 
 
-@working("what_if", unit="updates")
+@working("what_if", unit="updates, half of them unchanged")
 def what_if(
     pipeline: Pipeline,
     batch: DataProto,

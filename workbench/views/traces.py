@@ -15,9 +15,10 @@ from workbench.base.metrics import reduce
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import SESSION, DataProto
 from workbench.rewards.score import Score
-from workbench.runs.folder import STEP, goes_on
+from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
 from workbench.runs.trackers import KL
+from workbench.runs.updates import going_on, ranges
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, figure, panel, pick, series
@@ -472,27 +473,35 @@ def run(run: Run) -> doc.Part:
     """
     rows, total = run.rows, run.settings.get("train", {}).get("steps")
     step = rows[-1][STEP] if rows else 0
-    title = f"Run {run.address}: {run.state}, step {step} of {total}"
+    ended = "died after its last step" if (state := run.state) == "died" and step == total else state
+    title = f"Run {run.address}: {ended}, step {step} of {total}"
     steps = doc.Fold("recorded steps", lambda: traces(run.traces)) if len(run.traces) else ()
     rewards = [row[_REWARD] for row in rows if row.get(_REWARD) is not None]
-    kept = ", ".join(f"{step} ({why})" for step, why in run.traces.reasons().items())
-    saved = ", ".join(map(str, run.checkpoints))
+    why: dict[str, list[int]] = {}
+    for number, reason in run.traces.reasons().items():
+        why.setdefault(str(reason), []).append(number)
+    kept = ", ".join(f"{_steps(numbers)} ({reason})" for reason, numbers in why.items())
+    saved = run.checkpoints
     moved = f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}" if rewards else ""
     held = [doc.number(run.summary[key]) for key in ("reward_before", "reward_after") if key in run.summary]
     large = {"step": f"{step} of {total}", "training reward": moved, "held-out reward": " → ".join(held)}
     boxes = [doc.line(doc.faint(what), doc.line(text, style=_LARGE)) for what, text in large.items() if text]
     first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), doc.line(boxes, style=_BOXES))
-    pairs = [*run.summary.pairs(), ("checkpoints", f"of steps {saved}" if saved else "none")]
+    pairs = [*run.summary.pairs(), ("checkpoints", f"of {_steps(saved)}" if saved else "none")]
     pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
     pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
-    if run.state in ("stopped", "died") and saved:
-        pairs.append(("train on", f"{goes_on(run.path)}, from checkpoint {run.checkpoints[-1]}"))
+    if state in ("stopped", "died"):
+        pairs.append(("train on", going_on(run.path)))
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
+
+
+def _steps(numbers: list[int]) -> str:
+    return f"step{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -24,7 +24,7 @@ from workbench.base.shown import shows
 from workbench.replay.run import Run, Traces
 from workbench.runs.folder import STEP, strict
 from workbench.runs.symptoms import Symptom, Watch
-from workbench.runs.trackers import progress_line
+from workbench.runs.trackers import append_line, progress_line
 from workbench.views import curves
 from workbench.views.document import Image, Part, View, bar, block, html, line, small
 from workbench.views.plots import Plots
@@ -67,15 +67,21 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
 
 
 def working_cell() -> progress.Show | None:
-    """Open the line of work in the cell that waits for it; None outside notebooks. An executed notebook keeps the last line."""
+    """Open the line of work in the cell that waits for it, and in a job its terminal; None outside notebooks. An executed
+    notebook keeps the last line.
+    """
     if not in_notebook():
         return None
     from IPython.display import display
 
     handle: Any = display(ProgressLine(""), display_id=True)
-    return lambda line, share, over: handle.update(
-        ProgressLine(small(line) if over else bar(share, f"{line} · ■ stops it"))
-    )
+    log = progress.seldom(append_line)
+
+    def show(line: str, share: float, over: bool) -> None:
+        handle.update(ProgressLine(small(line) if over else bar(share, f"{line} · ■ stops it")))
+        log(line, share, over)
+
+    return show
 
 
 class ProgressLine(View):
@@ -99,7 +105,9 @@ class LiveDisplay:
     ) -> None:
         self.steps, self.rows, self.path = steps, list(rows), path
         self.control = control or Control()
-        self.line, self.share = "waiting for the first step", 0.0
+        done = self.rows[-1][STEP] if self.rows else 0
+        self.line = f"goes on after step {done}/{steps}" if done else "waiting for the first step"
+        self.share = done / max(steps, 1)
         self._shown = self._drawn = 0.0
         self._said = (False, False)
         self._watch = Watch(self.rows)

@@ -22,7 +22,7 @@ from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
-from workbench.base.progress import working
+from workbench.base.progress import present, working
 from workbench.dataproto.core import DataProto
 from workbench.engines.generating import Generates
 from workbench.engines.local_engine import loading, lora, memory, quantised, scoring
@@ -691,6 +691,7 @@ class LocalEngine(ModelEngine, Pushing, Generates):
     def _reset(self) -> None:
         self._optimizer = self._last = self._since = None
 
+    @working("saving the model")
     def _write(self, path: Path, merged: bool) -> None:
         loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)
         if self._processor is not None:
@@ -904,4 +905,6 @@ def local(
             engine.selfcheck = engine.examine()
     model.workbench_paths = engine.selfcheck.paths
     engine.read_pictures(loading.open_processor(folder, model, tokenizer))
+    size, kind = quantised.parameters(model), str(model.dtype).removeprefix("torch.")
+    present().result = f"opened {Path(folder).name}: {size / 1e6:,.4g}M parameters, {engine._place()}, {kind}"
     return engine
