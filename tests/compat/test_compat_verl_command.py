@@ -187,3 +187,10 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 
 def test_flat_keeps_empty_mappings() -> None:
     assert flat({"a": {"b": {}, "c.d": "1e-3"}}) == {"a.b": {}, "a.c.d": 0.001}
+
+
+@pytest.mark.parametrize("trainer", ["sft_trainer", "fsdp_sft_trainer"])
+def test_its_sft_trainer_is_refused_by_name(trainer: str) -> None:
+    text = f"torchrun --nproc_per_node=2 -m verl.trainer.{trainer} data.train_files=a.parquet optim.lr=1e-5"
+    with pytest.raises(SettingError, match="verl's SFT trainer in text.*recipes.sft"):
+        read_command(text)

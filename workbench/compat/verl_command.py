@@ -69,6 +69,11 @@ def read_command(source: Any, *, command: int | str | None = None) -> Command:
         others = tuple(_named(at, one) for at, one in enumerate(commands) if at != number)
         return read._replace(suffix=_suffix(words, number), others=others)
     block, left = _block(text)
+    if not block and "sft_trainer" in text:
+        do = "take recipes.sft: wb.rows(data.train_files), max_tokens for data.max_length, engines.local(model.path, lr=optim.lr)"
+        raise SettingError(
+            f"verl's SFT trainer in {name}", expected="a command of its RL trainer", found="sft_trainer", do=do
+        )
     if not block:
         what = f"no verl command in {name}"
         raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
