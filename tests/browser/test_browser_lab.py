@@ -197,7 +197,7 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
         static = cell.locator(".workbench-static").first
         assert static.is_hidden() and cell.locator(".wb-curves").is_visible(), "one of the two"
         restart(page)
-        cell.get_by_text("the kernel was restarted: run this cell again").locator("visible=true").wait_for()
+        cell.get_by_text("the kernel was restarted: go on by wb.train(…, run=").locator("visible=true").wait_for()
         assert static.is_visible() and cell.locator(".wb-curves").is_hidden() and not stop.is_visible()
         static.scroll_into_view_if_needed()
         shot(page, "buttons_restarted")

@@ -16,8 +16,10 @@ import pytest
 from support import warm_starts
 from support.patience import LONG, within
 
+from workbench.base.files import FORMAT
 from workbench.jobs.engine import AtomicFile, KernelClient, _returned
 from workbench.jobs.runner import DIED, FAILED, HUNG_UP, INTERRUPTED, OK, TERMINATED, check_notebook, run_notebook
+from workbench.runs.folder import write_json
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -160,8 +162,11 @@ def test_a_second_signal_ends_a_kernel_that_does_not_listen(make_notebook: Any, 
 
 def test_a_dead_kernel_leaves_an_error_in_its_cell(make_notebook: Any, tmp_path: Path) -> None:
     path = make_notebook("print('before', flush=True)\nimport os; os.kill(os.getpid(), 9)", "print('never')")
+    (tmp_path / "r").mkdir()
+    write_json(tmp_path / "r" / "settings.json", {"format": FORMAT, "train": {"steps": 12, "save_freq": 10}})
     result = run_notebook(path, {"run": str(tmp_path / "r")})
-    assert result.code == DIED and "killed by SIGKILL" in result.error
+    assert result.code == DIED and "died in cell 3 of 4: killed by SIGKILL" in result.error
+    assert result.error.endswith(f"--resume {tmp_path / 'r'}, at step 0 again: no checkpoint (save_freq=10)")
     assert status(result.output)[2:] == ["failed", "skipped"]
     shown = cells(result.output)[2]["outputs"]
     assert shown[-1]["output_type"] == "error" and "lack of memory" in shown[-1]["evalue"]

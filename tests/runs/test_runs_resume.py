@@ -16,7 +16,7 @@ import workbench as wb
 from workbench.base.errors import CheckpointError, EngineError, RunError
 from workbench.engines import LocalEngine
 from workbench.runs import checkpoint
-from workbench.runs.updates import going_on
+from workbench.runs.updates import kept_until
 from workbench.stages import Advantage
 
 PLAN: dict[str, Any] = {"batch_size": 4, "trackers": ()}
@@ -89,7 +89,7 @@ def test_without_a_checkpoint_it_goes_on_after_the_recorded_updates_exactly(
 ) -> None:
     run = killed_before_a_checkpoint(whole[0], tmp_path / "r")
     shutil.copytree(run, damaged := tmp_path / "damaged")
-    assert "after step 1, whose" in going_on(run) and "train on" in repr(wb.load_run(run))
+    assert "after step 1, whose" in kept_until(run) and "train on" in repr(wb.load_run(run))
     pipe, rows = make(tiny)
     resumed = wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
     assert numbers(resumed.rows) == numbers(whole[1]) and len(resumed.rows) == 4
@@ -100,7 +100,7 @@ def test_without_a_checkpoint_it_goes_on_after_the_recorded_updates_exactly(
     assert [row["training/global_step"] for row in resumed.rows] == [1, 2, 3]
     assert any(note.startswith("refused") for note in resumed.notes) and "after step 1" in " ".join(resumed.notes)
     shutil.rmtree(damaged / "updates")
-    assert "at step 0 again: no checkpoint (save_freq=" in going_on(
+    assert "at step 0 again: no checkpoint (save_freq=" in kept_until(
         killed_before_a_checkpoint(damaged, tmp_path / "none")
     )
 

@@ -20,9 +20,9 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.distribution import optional
 from workbench.base.files import write_text
-from workbench.runs.folder import is_run, read_json
+from workbench.runs.folder import goes_on, is_run, read_json
 from workbench.runs.trackers import append_line
-from workbench.runs.updates import going_on
+from workbench.runs.updates import kept_until
 
 with optional("jobs", "running a notebook as a job"):
     import nbformat
@@ -146,7 +146,7 @@ class KernelClient(PapermillNotebookClient):
         record = os.environ.get("WORKBENCH_JOB_RECORD")
         run = Path((read_json(Path(record)).get("all") or {}).get("run") or "") if record else Path()
         if is_run(run):
-            text += f"\nThe run goes on by: {going_on(run)}"
+            text += f"\nThe run goes on by: {goes_on(run)}, {kept_until(run)}"
         return nbformat.v4.new_output("error", ename=DEAD, evalue=text, traceback=[text])
 
     def execute(self, **kwargs: Any) -> Any:

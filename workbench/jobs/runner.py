@@ -19,7 +19,7 @@ from workbench.base.errors import RunError, SettingError
 from workbench.base.files import crc32_of
 from workbench.jobs.health import check_port
 from workbench.jobs.parameters import declared_parameters, read_notebook, resolve, table
-from workbench.replay.run import Run, number
+from workbench.replay.run import Run, Summary, number
 from workbench.runs.folder import check_place, read_json, step_folders, write_json
 
 OK, FAILED, REFUSED, STOPPED, DIED, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 129, 130, 143
@@ -190,7 +190,7 @@ def check_notebook(
     parameters: Mapping[str, Any],
     *,
     kernel: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, str]:
     """Check a notebook by running it up to the start of its training: returns (0, findings) or (exit code, error text).
     `say` gets lines about what takes long.
@@ -284,7 +284,7 @@ def closing_lines(result: NotebookResult) -> list[str]:
     """
     lines, run = list[str](), result.run
     if run is not None and (run / "summary.json").is_file():
-        summary = Run(run).summary
+        summary = Summary(read_json(run / "summary.json"))
         for when in ("before", "after"):
             if f"reward_{when}" in summary:
                 low, high = (number(bound) for bound in summary[f"interval_{when}"])

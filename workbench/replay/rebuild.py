@@ -32,7 +32,6 @@ import torch
 from workbench import stages
 from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
 from workbench.base.metrics import Metric
-from workbench.base.progress import working
 from workbench.base.shown import Shown, hidden_in, shown
 from workbench.compat.verl_reward import read_block, reward_from
 from workbench.dataproto.core import DataProto
@@ -585,12 +584,8 @@ def standing_after(folder: Path, step: int, given: bool = False, ready: Callable
     base, engines = _nearest(folder, settings, step, trust, ready)
     pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, folder, trust), trust)
     pipeline.load_state(_controllers_at(folder, settings, base))
-    with working("recorded updates", step - (base or 0), "steps") as work:
-        for number in range((base or 0) + 1, step + 1):
-            update = updates.read(folder / "updates", number)
-            apply(pipeline, update)
-            pipeline.load_state(update.controllers)
-            work.passed(1)
+    for _ in updates.repeated(folder / "updates", pipeline, range((base or 0) + 1, step + 1)):
+        pass
     return pipeline
 
 
@@ -619,11 +614,7 @@ def _controllers_at(folder: Path, settings: Mapping[str, Any], base: int | None)
 
 
 def _nearest(
-    folder: Path,
-    settings: Mapping[str, Any],
-    step: int,
-    trust: Trust,
-    ready: Callable[[], Any] = lambda: None,
+    folder: Path, settings: Mapping[str, Any], step: int, trust: Trust, ready: Callable[[], Any] = lambda: None
 ) -> tuple[int | None, dict[str, Any]]:
     """Open the engines, by role, of the newest checkpoint at or before `step` from which all updates are recorded;
     returns its step first.

@@ -48,6 +48,7 @@ from workbench.runs.conditions import BEST, best_step
 from workbench.runs.folder import (
     STEP,
     Kept,
+    goes_on,
     is_run,
     read_json,
     read_kept,
@@ -824,7 +825,12 @@ class Run(Shown):
         audit = self.audit(last) if batches and len(batches[last := max(batches)]) <= AUDITED else None
         found: dict[str, Any] = {"symptoms": self.symptoms, "settings": self.settings, "audit": audit}
         return diagnosed(
-            gathered(rows, batches, died=updates.going_on(self.path) if self.state == "died" else "", **found)
+            gathered(
+                rows,
+                batches,
+                died=f"{goes_on(self.path)}, {updates.kept_until(self.path)}" if self.state == "died" else "",
+                **found,
+            )
         )
 
     def history(self, prompt: Any) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import CheckpointError, DataError, RunError, describe
-from workbench.base.progress import working
 from workbench.datasets.feedback import STEP as LEARNED_AT
 from workbench.datasets.rendering import encode
 from workbench.datasets.rows import Rows
@@ -161,17 +160,11 @@ def _repeated(
     others = [one for one in changes if not _may_change(one.split(": ")[0], ())]
     last = 0 if others or not old else min(updates.remade(folder.path, old), steps - 1)
     rng, done, notes = None, 0, list[str]()
-    with working("making the recorded updates again", last, "steps") as work:
-        for step in range(1, last + 1):
-            try:
-                update = updates.read(folder.updates, step)
-            except CheckpointError as damage:
-                notes.append(f"refused {damage}")
-                break
-            updates.apply(pipeline, update)
-            pipeline.load_state(update.controllers)
-            rng, done = update.rng, step
-            work.passed(1)
+    try:
+        for update in updates.repeated(folder.updates, pipeline, range(1, last + 1)):
+            rng, done = update.rng, update.step
+    except CheckpointError as damage:
+        notes.append(f"refused {damage}")
     how = f"resumed after step {done}: no checkpoint, but all updates until there are recorded"
     return done, rng, [*notes, how] if done else [*notes, *["no checkpoint: begun again at step 0"] * bool(old)]
 

@@ -11,7 +11,7 @@ the oldest kept checkpoint is deleted unless a kept trace needs it, and the olde
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,18 +21,10 @@ import torch
 
 from workbench.base.errors import CheckpointError
 from workbench.base.files import FORMAT, check_file, check_format, crc32_of, sealed
+from workbench.base.progress import working
 from workbench.dataproto.core import DataProto
 from workbench.runs import checkpoint
-from workbench.runs.folder import (
-    discard,
-    goes_on,
-    read_json,
-    read_settings,
-    size_of,
-    step_folder,
-    step_folders,
-    written,
-)
+from workbench.runs.folder import discard, read_json, read_settings, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import used
 from workbench.steps.trace import Phase, Trace, perform
@@ -127,6 +119,18 @@ def apply(pipeline: Pipeline, update: RecordedUpdate, inputs: DataProto | None =
     return [perform(stage, batch) for stage in pipeline if stage.updates]
 
 
+def repeated(folder: Path, pipeline: Pipeline, steps: range) -> Iterator[RecordedUpdate]:
+    """Apply the recorded updates of consecutive steps to a pipeline that stands before the first; yields each when it is
+    done.
+    """
+    with working("recorded updates", len(steps), "steps") as work:
+        for step in steps:
+            apply(pipeline, update := read(folder, step))
+            pipeline.load_state(update.controllers)
+            work.passed(1)
+            yield update
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """Read `update.json` from a recorded update's folder. Raises `CheckpointError` where its format is not known."""
     record: dict[str, Any] = read_json(path / "update.json", "choose another step")
@@ -135,11 +139,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def prune(
-    folder: Path,
-    oldest_checkpoint: int,
-    limit: int,
-    sizes: dict[int, int] | None = None,
-    traces: Iterable[int] = (),
+    folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None, traces: Iterable[int] = ()
 ) -> None:
     """Delete recorded updates up to the oldest kept checkpoint, and further the oldest ones while all together exceed
     `limit` bytes.
@@ -178,11 +178,6 @@ def kept_until(run: Path) -> str:
     if (step := min(remade(run, settings), train.get("steps", 1) - 1)) > 0:
         return f"after step {step}, whose updates are recorded (no checkpoint)"
     return f"at step 0 again: no checkpoint (save_freq={train.get('save_freq')})"
-
-
-def going_on(run: Path) -> str:
-    """Return the line that goes on with a run that ended early, and what it goes on from."""
-    return f"{goes_on(run)}, {kept_until(run)}"
 
 
 def ranges(numbers: list[int]) -> str:

@@ -15,10 +15,10 @@ from workbench.base.metrics import reduce
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import SESSION, DataProto
 from workbench.rewards.score import Score
-from workbench.runs.folder import STEP
+from workbench.runs.folder import STEP, goes_on
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
 from workbench.runs.trackers import KL
-from workbench.runs.updates import going_on, ranges
+from workbench.runs.updates import kept_until, ranges
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, figure, panel, pick, series
@@ -495,7 +495,7 @@ def run(run: Run) -> doc.Part:
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if state in ("stopped", "died"):
-        pairs.append(("train on", going_on(run.path)))
+        pairs.append(("train on", f"{goes_on(run.path)}, {kept_until(run.path)}"))
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
 

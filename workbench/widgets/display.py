@@ -22,7 +22,7 @@ from workbench.base.errors import PackageMissing, first_line
 from workbench.base.runtime import Control
 from workbench.base.shown import shows
 from workbench.replay.run import Run, Traces
-from workbench.runs.folder import STEP, strict
+from workbench.runs.folder import STEP, goes_on, strict
 from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import append_line, progress_line
 from workbench.views import curves
@@ -283,6 +283,8 @@ class TrainingPanel(LiveDisplay):
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
         growing = GrowingTable(self)
         self._curves, self._cover = shows(growing, "widget"), shows(growing, "cover")
+        if self.path is not None:  # the cell itself would be refused: there is a run in its folder
+            self._cover.again = f"go on by {goes_on(self.path)}"
         buttons = ipywidgets.HBox([self._pause, self._stop])
         self._box = ipywidgets.VBox([self._cover, buttons, self._bar, self._curves])
         self._handle: Any = display(self, display_id=True)

@@ -220,6 +220,8 @@ class Cover(Layer):
 
     renewed = traitlets.Int().tag(sync=True)
     """Counts how often the static form was displayed again."""
+    again = traitlets.Unicode("").tag(sync=True)
+    """What a person does where the kernel has ended, if it is not to run the cell again."""
 
     def __init__(self, _: Any) -> None:
         super().__init__()

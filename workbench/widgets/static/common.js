@@ -22,7 +22,7 @@ function fromViews(node, html) {
 // that is lost on the way costs seconds. All copies have one id, and the kernel acts on an id once. The wait ends with the kernel alone:
 // its connection ends (restarted), nothing can be sent any more (killed), or there is none (a saved notebook).
 function talker(model, problem, below) {
-  const restarted = "the kernel was restarted: run this cell again";
+  const restarted = `the kernel was restarted: ${model.get("again") || "run this cell again"}`;
   const page = Math.random().toString(36).slice(2);
   const waiting = new Map();
   const stop = make("button", { title: "stop at the next safe point; finished work is kept", onclick: () => model.send({ kind: "stop" }) }, "Stop");
