@@ -50,6 +50,17 @@ def test_work_that_raises_says_that_it_was_stopped(lines: Lines) -> None:
         time.sleep(0.12)
         raise KeyboardInterrupt
     assert lines[-1][0].startswith("evaluate: stopped · ") and progress.now() == ""
+    with pytest.raises(ValueError), working("evaluate"):
+        time.sleep(0.12)
+        raise ValueError
+    assert lines[-1][0].startswith("evaluate: failed · ")
+
+
+def test_work_that_has_a_result_ends_with_it(lines: Lines) -> None:
+    with working("opening the model") as work:
+        time.sleep(0.12)
+        work.result = "opened m: 135M parameters, cpu, float32"
+    assert lines[-1][0] == "opened m: 135M parameters, cpu, float32 · 0 s"
 
 
 def test_what_is_left_follows_the_speed_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

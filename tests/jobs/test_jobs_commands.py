@@ -152,7 +152,10 @@ def test_a_run_without_an_end_that_nobody_writes_has_died(tiny: str, tmp_path: P
     run = small_run(tiny, tmp_path / "r")
     assert run.state == "finished"
     (run.path / "summary.json").unlink()
-    assert run.state == "died"
+    assert run.state == "died" and "died after its last step, step " in repr(run)
+    assert wb.list_runs(tmp_path).loc["r", "state"] == "died: goes on from checkpoint 2"
+    found = run.diagnose().findings[0]
+    assert found.cause == "the run died" and found.turn.endswith("resume='auto'), from checkpoint 2")
     from workbench.runs.folder import Lock
 
     lock = Lock(run.path / "lock.json")

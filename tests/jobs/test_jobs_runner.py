@@ -70,7 +70,7 @@ def test_failures_have_their_own_exit_codes(
     assert result.code == STOPPED and "at step 3" in result.error and result.output.is_file()
     killed = make_notebook("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", name="k.ipynb")
     result = run_notebook(killed, {"run": str(tmp_path / "k")})
-    assert result.code == DIED and "kernel died" in result.error and result.output.is_file()
+    assert result.code == DIED and "kernel died in cell " in result.error and result.output.is_file()
 
 
 @pytest.mark.slow

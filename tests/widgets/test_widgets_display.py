@@ -193,6 +193,7 @@ def test_nobody_waited_before_the_first_step(shown: list[list[Any]]) -> None:
     live = display.LiveDisplay(9, [])
     live._show(1000.0)
     assert repr(shown[0][-1]) == "waiting for the first step"
+    assert display.LiveDisplay(9, [row(1), row(2)]).status() == "goes on after step 2/9"
 
 
 def test_a_step_that_comes_again_takes_the_place_of_what_was_there(shown: list[list[Any]]) -> None:

@@ -25,6 +25,8 @@ from workbench.runs.folder import check_place, read_json, step_folders, write_js
 OK, FAILED, REFUSED, STOPPED, DIED, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 129, 130, 143
 """Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGHUP; SIGINT; SIGTERM."""
 JOB = "job.json"
+Say = Callable[[str], None]
+"""Shows a line to whoever waits for a job."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def run_notebook(
     kernel: str | None = None,
     skip_look: bool = False,
     health: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> NotebookResult:
     """Run a notebook as a job, with parameters; the executed copy goes into the run folder, or to `output`.
 
@@ -186,11 +188,7 @@ def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
 
 
 def check_notebook(
-    notebook: str | Path,
-    parameters: Mapping[str, Any],
-    *,
-    kernel: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    notebook: str | Path, parameters: Mapping[str, Any], *, kernel: str | None = None, say: Say = lambda line: None
 ) -> tuple[int, str]:
     """Check a notebook by running it up to the start of its training: returns (0, findings) or (exit code, error text).
     `say` gets lines about what takes long.
@@ -231,9 +229,7 @@ def _cell_error(error: Any) -> str:
 
 
 @contextmanager
-def _job(
-    say: Callable[[str], None], job: Mapping[str, Any], declared: Collection[str], **environment: str
-) -> Iterator[None]:
+def _job(say: Say, job: Mapping[str, Any], declared: Collection[str], **environment: str) -> Iterator[None]:
     """Context manager that sets the kernel's environment, and passes the loop's progress lines to `say` from a thread.
 
     The environment tells `wb.train` the `run` and `resume` that the notebook does not declare, and the job's record,
@@ -265,7 +261,7 @@ def _job(
             os.environ.update(before)
 
 
-def _follow(path: Path, say: Callable[[str], None], done: threading.Event) -> None:
+def _follow(path: Path, say: Say, done: threading.Event) -> None:
     with path.open() as file:
         waiting = ""
         while True:
@@ -298,7 +294,7 @@ def closing_lines(result: NotebookResult) -> list[str]:
             lines += [f"symptom: {one}" for one in Run(run).symptoms]
     lines.append(f"executed notebook  {result.output}")
     kept = {"metrics": "metrics.jsonl", "TensorBoard": "tensorboard", "curves": "curves.png", "summary": "summary.json"}
+    if run is not None and (saved := [*step_folders(run / "checkpoints").values()]):
+        kept["model"] = f"checkpoints/{saved[-1].name}/actor"
     there = {what: run / name for what, name in kept.items() if (run / name).exists()} if run is not None else {}
-    if run is not None and (saved := list(step_folders(run / "checkpoints").values())):
-        there["model"] = saved[-1] / "actor"
     return lines + [f"{what:<18} {path}" for what, path in there.items()]

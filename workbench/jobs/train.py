@@ -288,10 +288,9 @@ def _nothing_to_do(plan: TrainPlan, start: Start) -> Run:
     path, eval_rows = plan.run, plan.eval_rows
     append_line(note)
     if not (path / "summary.json").is_file():
-        write_summary(path, eval_rows, None)
         try:
             _draw(path)
-            write_summary(path, eval_rows, None)  # its paths have the picture, too
         except Exception as error:  # noqa: BLE001 - a picture ends nothing
             note += f"; the curves could not be drawn: {first_line(error)}"
+        write_summary(path, eval_rows, None)
     return Run(path, notes=(*start.notes, note))
