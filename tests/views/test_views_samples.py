@@ -108,7 +108,7 @@ def test_a_bar_of_the_static_table_is_measured_by_all_rows_as_in_the_live_one() 
 def test_by_group_says_the_prompt_once() -> None:
     html = samples(judged(), order="best", by_group=True).html()
     assert lint(html) == [] and [html.count(f"question {row}") for row in (0, 1, 2)] == [1, 0, 1]
-    assert "2 samples, mean reward 0.625, deviation 0.5303, advantages over 2" in html
+    assert "2 samples, mean reward 0.625, deviation 0.5303, advantages span 2" in html
     assert "nan" not in html
     assert html.index("group 0") < html.index("group 1") < html.index("group 2")
 

@@ -126,3 +126,19 @@ def test_keys_sort_samples_and_point_at_tokens(drawn: tuple[Any, dict[str, Scree
     for key, token in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Home", 0)):
         page.locator(".wb-tokens").first.press(key)
         assert f"token {token} " in page.locator(".wb-values").inner_text()
+
+
+@in_chromium
+def test_a_count_of_the_headline_filters_and_a_response_keeps_its_end() -> None:
+    """What a scorer reads stands at the end of a response, and is seen in a narrow row, too."""
+    view = wb.views.samples(wb.Trace.load("data/arith-batch"))
+    missed = int((view.index.frame["status"] == "no_answer").sum())
+    last = str(view.frame["response"].iloc[0])[-4:].replace("\n", " ⏎ ")
+    with watched_page() as (page, _, _):
+        show(page, Screen(SamplesTable(view), "#screen tbody tr"), "light", 720)
+        tail = page.locator("tbody tr").first.locator(".wb-tail span").last
+        assert tail.inner_text().endswith(last) and tail.evaluate("node => node.scrollWidth <= node.clientWidth + 1")
+        page.get_by_role("button", name=f"{missed} no answer").click()
+        page.get_by_text(f"{missed} of {len(view.index.frame)} samples").wait_for()
+        page.get_by_role("button", name=f"{missed} no answer").click()
+        page.get_by_text(f"{len(view.index.frame)} of {len(view.index.frame)} samples").wait_for()

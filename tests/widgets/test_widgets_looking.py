@@ -242,7 +242,7 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     assert heard(face, {"kind": "show", "phase": "advantage", "stands": 3, "asked": 4})[0]["kind"] == "error"
     s.back(to="reward")
     gone = face.answer({"kind": "show", "phase": "reward", "stands": 3})
-    assert "elsewhere" in gone["note"] and gone["shown"] == "rollout", "pressed on an old face"
+    assert "had moved" in gone["note"] and gone["shown"] == "rollout", "pressed on an old face"
     s.back()
     s.next()  # a cell moves it
     stale = face.answer({"kind": "next", "stands": 0})

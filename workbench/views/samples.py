@@ -29,7 +29,7 @@ Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
 
 
 _BINS = 12
-_FOLDED = ("step", "answer", "truth", "finish", "status")
+_FOLDED = ("step", "answer", "truth", "finish", "status", "why")
 
 
 class SampleIndex:
@@ -204,15 +204,13 @@ def _tokens(row: Any) -> tuple[str, str]:
 
 
 def group_line(index: SampleIndex, group: int) -> str:
-    """Describe a group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7` (the range of
-    advantages).
-    """
+    """Describe a group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages span 2.7`."""
     numbers = index.groups.loc[group]
     parts = [f"{int(numbers['samples'])} samples"]
     if "mean" in numbers:
         parts += [f"mean reward {numbers['mean']:.4g}"] if numbers["scored"] else ["none scored"]
         parts += [f"deviation {numbers['std']:.4g}"] if numbers["scored"] > 1 else []
-    return ", ".join([*parts, *([f"advantages over {numbers['spread']:.4g}"] if "spread" in numbers else [])])
+    return ", ".join([*parts, *([f"advantages span {numbers['spread']:.4g}"] if "spread" in numbers else [])])
 
 
 class SamplesView(doc.View):

@@ -329,8 +329,21 @@ class Tokens(doc.View):
         page: list[doc.Part] = [legend(quantity, span)]
         for label, row in zip(self.labels, self.rows, strict=True):
             lines += [f"{label}, {row.length} tokens", _row_text(row, self.colour)]
-            page += [doc.line(doc.bold(label), f" · {row.length} tokens"), _row_page(row, quantity, span)]
+            facts = [f"{row.length} tokens", *judged(row)]
+            page += [doc.line(doc.bold(label), *(f" · {fact}" for fact in facts)), _row_page(row, quantity, span)]
         return doc.Either(lines, page)
+
+
+def judged(row: TokenRow) -> list[str]:
+    """Return what a row was scored as, in words: its reward, the answer that was read and the ground truth; [] before it is
+    scored.
+    """
+    score, model = (object_at(row.batch, name, row.row) for name in ("score", "reward_model"))
+    if score is None:
+        return []
+    facts = [f"reward {score.value:.4g}" if score.scored else score.status.value.replace("_", " ")]
+    texts = {"answer": score.answer, "truth": (model or {}).get("ground_truth")}
+    return facts + [f"{name} {doc.one_line(text, 40)}" for name, text in texts.items() if text is not None]
 
 
 def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
@@ -515,7 +528,7 @@ class TranscriptView(doc.View):
         calls = sum(len(turn.calls) for turn in self.turns)
         edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
         parts = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
-        parts += [f"{sum(self._row.own)} of {self._row.length} tokens are the model's own"]
+        parts += [*judged(self._row), f"{sum(self._row.own)} of {self._row.length} tokens are in the loss"]
         parts += [f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else []
         return " · ".join(parts)
 

@@ -31,7 +31,18 @@ from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, same_row
 from workbench.views.samples import group_line
-from workbench.views.tokens import Quantity, TokenRow, colour_of, drawable, episode, stops, strips, tokens, visible
+from workbench.views.tokens import (
+    Quantity,
+    TokenRow,
+    colour_of,
+    drawable,
+    episode,
+    judged,
+    stops,
+    strips,
+    tokens,
+    visible,
+)
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
@@ -239,7 +250,7 @@ _CELL = 160
 _MOST = 200
 _SIBLINGS = 32
 _FIRST = (
-    "row", "step", "group", "reward", "response", "advantage", "answer", "truth", "tokens", "finish", "status", "prompt",
+    "row", "step", "group", "reward", "response", "why", "advantage", "answer", "truth", "tokens", "finish", "status", "prompt",
 )  # fmt: skip
 
 
@@ -393,7 +404,8 @@ class SamplesTable(Layer):
         known = ["row", *view.index.frame]
         first = [name for name in (LEFT_OUT, OF_ROW) if name in known]
         chosen = [name for name in self.columns if name in known and name not in first]
-        usual = [name for name in known[1:] if name.partition("/")[0] in _FIRST and name not in view.index.same]
+        left = {*view.index.same, *(["status"] if "why" in known and "why" not in view.index.same else [])}
+        usual = [name for name in known[1:] if name.partition("/")[0] in _FIRST and name not in left]
         rest = sorted(usual, key=lambda name: _FIRST.index(name.partition("/")[0]))
         return [*first, *chosen] if chosen else ["row", *first, *rest]
 
@@ -444,11 +456,14 @@ class TokenView(Layer):
 
     quantities: Any = traitlets.List().tag(sync=True)
     labels: Any = traitlets.List().tag(sync=True)
+    judged: Any = traitlets.List().tag(sync=True)
+    """Each row's reward, answer and truth in words."""
     colour = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
-        super().__init__(quantities=tokens.quantities, labels=tokens.labels, colour=tokens.colour)
+        words = [plain(" · ".join(judged(row))) for row in tokens.rows]
+        super().__init__(quantities=tokens.quantities, labels=tokens.labels, judged=words, colour=tokens.colour)
         self.observe(lambda change: setattr(tokens, "colour", change["new"]), "colour")
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

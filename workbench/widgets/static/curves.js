@@ -210,7 +210,7 @@ function plotted(plot, all, look, on) {
       }
       values.replaceChildren(...lines.map((line) => make("span", { class: "wb-value" },
         swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", said(valueOf(line, at)),
-        line.band ? make("span", { class: "wb-count", title: "the band around the line" }, ` ${line.band[0]}`) : "")));
+        line.band ? make("span", { class: "wb-count", title: "the band around the line" }, ` band: ${line.band[0]}`) : "")));
     },
     text: (at) => lines.filter((line) => line.values[at] !== null).map((line) => {
       const mean = line.smoothed && look.smooth > 0 ? ` (running mean ${said(line.mean[at])})` : "";

@@ -1,4 +1,5 @@
 const COUNT = 50;
+const ORDERS = { surprising: "surprising: rewards that are far from the mean of the prompt's other samples come first" };
 const FIGURES = new Set(["row", "group", "step", "advantage", "of_row", "sampler_logprob_diff"]);
 
 // A value on a scale that begins at 0 or below: a bar from 0, in the colour of its side.
@@ -9,6 +10,13 @@ function scaleOf(value, [low, high]) {
   return make("span", { class: "wb-scale", ariaHidden: "true" },
     make("i", { style: { left: `${at(Math.min(value, 0))}%`, width: `${100 * Math.abs(value) / width}%`, background: `rgba(var(${side}), .75)` } }),
     first < 0 ? make("u", { style: { left: `${at(0)}%` } }) : null);
+}
+
+// A text in one line that is cut before its end: what a scorer reads is mostly the end.
+const END = 12;
+function endsOf(text) {
+  return text.length <= END ? make("div", {}, text)
+    : make("div", { class: "wb-tail" }, make("span", {}, text.slice(0, -END)), make("span", {}, text.slice(-END)));
 }
 
 // A row's tokens as one line, as long as the row beside the longest one: a piece for some tokens, in the colour of their mean.
@@ -61,7 +69,8 @@ function render({ model, el }) {
   const search = make("input", { type: "search", placeholder: "search texts", ariaLabel: "search texts", value: query.search || "", oninput: soon });
   const order = make("select", { ariaLabel: "order", onchange: () => { query.order = order.value; load(); } },
     ["worst", "best", "surprising", "index", ...known.flatMap((name) => [name, `-${name}`])]
-      .map((name) => make("option", { value: name }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
+      .map((name) => make("option", { value: name, title: ORDERS[name] || "" }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
+  order.title = ORDERS.surprising;
   order.value = query.order;
   const status = make("select", { ariaLabel: "status of the score", onchange: () => load() },
     make("option", { value: "" }, "any status"),
@@ -82,11 +91,22 @@ function render({ model, el }) {
     title, ariaPressed: String(!place), onclick: () => { turn(place); },
   }, name));
   const [headline, ...rest] = model.get("headline").split(" · ");
-  const head = make("div", { class: "wb-bar" }, make("span", {}, make("span", { class: "wb-head" }, headline), rest.map((one) => ` · ${one}`)),
+  const head = make("div", { class: "wb-bar" }, make("span", {}, make("span", { class: "wb-head" }, headline), rest.flatMap((one) => [" · ", counted(one)])),
     histogram(model.get("bins")));
   el.append(make("div", { class: "wb wb-samples", onkeydown: keys }, head,
     tabs.length > 1 ? make("div", { class: "wb-tabs", role: "group", ariaLabel: "rows" }, tabs) : null,
     bar, make("div", { class: "wb-two" }, scroll, detail)));
+
+  // "40 no answer" in the headline shows these samples alone, and pressed again all
+  function counted(words) {
+    const [name] = model.get("statuses").find(([status, number]) => words === `${number} ${status.replaceAll("_", " ")}`) || [];
+    if (!name) return words;
+    const button = make("button", { class: "wb-link", title: `show the samples with status ${name} alone`, onclick: () => {
+      status.value = status.value === name ? "" : name;
+      load();
+    } }, words);
+    return button;
+  }
 
   function turn(place) {
     tab = place ? "left" : "";
@@ -188,7 +208,7 @@ function render({ model, el }) {
         shown.push(row.row);
         body.append(lineOf(row));
       }
-      count.textContent = `${total} of ${page.of}${page.same ? `; all: ${page.same}` : ""}`;
+      count.textContent = `${total} of ${page.of} samples${page.same ? ` · the same in all: ${page.same}` : ""}`;
       if (!start) fit();
       mark();
     } catch (text) { problem.textContent = text; }
@@ -223,7 +243,7 @@ function render({ model, el }) {
     const value = row.cells[name], cell = make("td", { class: classOf(name) }, said(value));
     if (typeof value === "string" && value) cell.title = value;
     if (FIGURES.has(name)) cell.classList.add("wb-figure");
-    if (under(name) && asked) cell.replaceChildren(make("div", { class: "wb-asked" }, asked), make("div", {}, said(value)));
+    if (name === "response" && value) cell.replaceChildren(under(name) && asked ? make("div", { class: "wb-asked" }, asked) : "", endsOf(said(value)));
     if (value === null || value === undefined) return cell;
     if (name === "reward") cell.prepend(scaleOf(value, spans.reward));
     if (name === "tokens" && row.strip?.levels.length) {

@@ -15,7 +15,8 @@ function render({ model, el }) {
     class: "wb-tokens", tabIndex: 0, role: "group", ariaLabel: `${label}; arrow keys point at a token`, onkeydown: (event) => keys(event, number),
   }));
   boxes.forEach((box) => { box.dataset.lmSuppressShortcuts = "true"; });  // the arrows move here, not Lab's cells
-  const titles = labels.map((label) => make("div", { class: "wb-title" }, label));
+  const titles = labels.map((label, number) => make("div", { class: "wb-title" }, label,
+    make("span", { class: "wb-count" }, (model.get("judged") || [])[number] ? ` · ${model.get("judged")[number]}` : "")));
   const marks = make("div", { class: "wb-key" });
   el.append(make("div", { class: "wb" },
     make("div", { class: "wb-bar" }, "colour", choose, make("span", { class: "wb-ends" }, low, swatch, high), what, problem),
@@ -99,7 +100,7 @@ function render({ model, el }) {
     span.classList.add("wb-at");
     const mark = row.rejected[span.place] ? ", rejected" : row.own[span.place] ? "" : ", not the model's own";
     values.replaceChildren(make("b", {}, row.texts[span.place]),
-      make("span", { class: "wb-hint" }, `${labels[number]}, token ${span.place} of ${row.texts.length}, id ${row.ids[span.place]}${mark}${pinned ? ", kept: Esc lets go" : ""}`),
+      make("span", { class: "wb-hint" }, `${labels[number]}, token ${span.place} of ${row.texts.length}, id ${row.ids[span.place]}${mark}${pinned ? ", pinned: Esc unpins" : ""}`),
       make("dl", {}, Object.entries(row.values).flatMap(([name, column]) => {
         const now = name === choose.value ? "wb-now" : "";
         return [make("dt", { class: now }, name), make("dd", { class: now }, said(column[span.place]))];
