@@ -179,7 +179,7 @@ def _shown(work: Work, over: threading.Event) -> None:
 def on_stderr() -> Show:
     """Open the line on standard error: one that changes in a terminal; in a log seldom a new one."""
     if not sys.stderr.isatty():
-        return seldom(lambda line: print(line, file=sys.stderr, flush=True))
+        return seldom(lambda line: sys.stderr.write(f"{line}\n"))
 
     def show(line: str, share: float, over: bool) -> None:
         width = shutil.get_terminal_size().columns - 1
@@ -189,7 +189,7 @@ def on_stderr() -> Show:
     return show
 
 
-def seldom(write: Callable[[str], None]) -> Show:
+def seldom(write: Callable[[str], object]) -> Show:
     """Open lines of a log: work writes one after `QUIET` seconds, further ones ever later, and its end after these."""
     began, due, last = time.monotonic() - AFTER, QUIET, ""
 

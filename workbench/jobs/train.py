@@ -170,7 +170,8 @@ def train(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Training:
             of all that a step records is true, before its update: `.stopped` of the run is a Stepper there, a job raises `RunStopped`.
         save_best: keep the checkpoint with the best of a validation metric, `run.checkpoint("best")`: `"val/reward"`, `"min val/nll"`.
         stop_when, patience, min_delta: end the run after so many validations without such a metric better by more than `min_delta`.
-        resume: `"auto"` goes on exactly from the newest good checkpoint; other settings are refused that `allow_changes` does not
+        resume: `"auto"` goes on exactly from the newest good checkpoint, without one after the recorded updates; other
+            settings are refused that `allow_changes` does not
             name (`["engines.actor.lr"]`). `"never"` refuses a folder with a run. None: "auto" in a job without `resume`, else "never".
         trackers, project, experiment: `console`, `tensorboard` (None: where installed), `wandb`, `mlflow`, `trackio`, `weave`; the names there.
 

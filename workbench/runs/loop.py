@@ -563,18 +563,16 @@ class TrainingLoop:
 
     def _save_trace(self, due: str, flagged: Sequence[str] = ()) -> None:
         """Write the trace of the last step, with the reason for keeping it, unless it is on disk already."""
-        if self._last is None:
+        if (last := self._last) is None:
             return
-        target = step_folder(self._folder.traces, self._last.step)
+        target = step_folder(self._folder.traces, last.step)
         if not target.exists():
             around = {"before": self._before, "after": self._state["controllers"]}
-            keep_trace(self._last.trace, target, Kept(due=due, flagged=tuple(flagged), **around))
+            keep_trace(last.trace, target, Kept(due=due, flagged=tuple(flagged), **around))
             prune_traces(self._folder.traces, self._plan.keep_traces)
             for name, tracker in self._trackers.items():
                 if tracker.traces is not None:
-                    self._showing(
-                        name, tracker.traces, traces_of(self._last.trace.batch, self._last.step), self._last.step
-                    )
+                    self._showing(name, tracker.traces, traces_of(last.trace.batch, last.step), last.step)
 
     def _save(self) -> int | None:
         """Write a checkpoint of the last step that has a metrics row, unless there is one, and return that step.
@@ -601,12 +599,9 @@ class TrainingLoop:
                 if name not in learners:
                     in_memory(self._pipeline)[name].save(staging / name)
 
-        kept: dict[str, Any] = {
-            "keep": self._plan.keep_checkpoints,
-            "spared": (self._best(), 0 if self._in_memory else None),
-        }
+        keep, spared = self._plan.keep_checkpoints, (self._best(), 0 if self._in_memory else None)
         with working(f"saving checkpoint {step}"):
-            checkpoint.write(self._folder.checkpoints, step, fill, self._state, **kept)
+            checkpoint.write(self._folder.checkpoints, step, fill, self._state, keep=keep, spared=spared)
         return step
 
     # --- ends -----------------------------------------------------------------------------------
