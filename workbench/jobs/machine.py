@@ -127,8 +127,12 @@ def packages() -> CheckResult:
     facts = [f"workbench {version()}, torch {torch.__version__}"]
     facts += [f"not the tested version: {', '.join(others)}"] if others else []
     facts += [f"not installed: {', '.join(lacking)}"] if lacking else []
-    if absent := [name for name in LOST if name not in lacking and version_of(name) is None]:
-        facts.append(f"optional and not installed: {', '.join(absent)} (for {_lost(absent)}; {install('all')})")
+    absent = [name for name in LOST if name not in lacking and version_of(name) is None]
+    for extra in ("all", "bits"):  # for GPUs alone, and hundreds of megabytes: not in `all`
+        names = [name for name in absent if (name == "bitsandbytes") == (extra == "bits")]
+        facts += (
+            [f"optional and not installed: {', '.join(names)} (for {_lost(names)}; {install(extra)})"] if names else []
+        )
     fatal = [name for name in lacking if name in NEEDED]
     return judged(
         "; ".join(facts),

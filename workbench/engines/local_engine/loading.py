@@ -90,10 +90,11 @@ def check_hub(name: str) -> None:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
     except EntryNotFoundError:
         return  # an adapter alone, or weights in another form: transformers says what it can do with them
-    except Exception as error:  # noqa: BLE001 - there are as many kinds of error as ways to have no network
+    except Exception as error:
         found, do = why(error)
         expected = f"a folder with config.json (paths start in {str(Path.cwd())!r}), or a name on the Hugging Face hub"
-        raise EngineError(f"no model {name!r}", expected=expected, found=found, do=do) from None  # 200 lines of sockets
+        error.__cause__ = error.__context__ = error.__traceback__ = None  # 200 lines of sockets
+        raise EngineError(f"no model {name!r}", expected=expected, found=found, do=do) from error
 
 
 def chosen_device(device: str) -> str:
