@@ -14,6 +14,7 @@ from workbench.rewards import Reward
 from workbench.stages import KeepBest
 from workbench.steps.trace import perform
 from workbench.testing.stages import StageContract, a_batch
+from workbench.widgets.layer import SamplesTable
 
 HOW: dict[str, Any] = {"batch_size": 4, "trackers": (), "trace_freq": 1, "display": None}
 
@@ -42,7 +43,31 @@ def test_samples_come_with_where_they_are_from(run: Any) -> None:
     assert batch["from_run"][3] == {"run": run.address, "step": 1, "row": 3, "uid": recorded["uid"][3], "version": 0}
     both = run.rollouts(held_out=True)
     assert len(both) == 32 and [one["step"] for one in both["from_run"]] == [1] * 16 + [2] * 16
-    assert "reward" in wb.views.samples(both).frame  # it opens as any batch does
+    frame = wb.views.samples(both, order="index").frame  # it opens as any batch does
+    assert "reward" in frame and frame["from_run"][19] == f"{run.address}, step 2, row 3"
+
+
+def test_best_answers_and_pairs_open_as_samples(run: Any) -> None:
+    batch, best, pairs = run.rollouts(held_out=True), run.best(k=2, held_out=True), run.pairs(held_out=True)
+    places = {f"{one['run']}, step {one['step']}, row {one['row']}": at for at, one in enumerate(batch["from_run"])}
+    kinds = {"target": best, "chosen, rejected": pairs, "judged": wb.datasets.samples([*pairs])}
+    for kind, data in kinds.items():
+        view = wb.views.samples(data, order="index")
+        frame, several = view.frame, 1 if kind == "target" else 2
+        assert len(frame) == several * len(data) and view.left_out is None
+        assert [*frame["kept"][:several]] == (["target"] if several == 1 else ["chosen", "rejected"])
+        for _, row in frame.iterrows():
+            there = places[row["from_run"]]
+            assert row["response"] == batch["response_text"][there] and row["reward"] == float(batch["reward"][there])
+            assert row["prompt"] == batch["raw_prompt"][there][-1]["content"]
+            assert row["truth"] == batch["reward_model"][there]["ground_truth"]
+        assert frame["from_run"][0] in repr(view) and frame["from_run"][0] in view._repr_html_()
+        page = SamplesTable(view).answer({"kind": "rows", "order": "index", "start": 0, "count": 4})
+        assert {"prompt", "response", "reward", "from_run"} <= {*page["columns"]}
+        assert wb.views.groups(data)["samples"].sum() == len(frame)
+    plain = wb.views.samples(wb.rows([{"prompt": "1 + 1", "answer": "2"}])).frame
+    assert [*plain["response"]] == ["2"] and not {"reward", "from_run"} & {*plain}
+    assert len(wb.views.samples(pairs[:0]).frame) == 0
 
 
 def test_the_best_answers_are_targets_and_teach(run: Any, tiny: str, tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from workbench.base.errors import BatchError, message
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import POLICY, SESSION, DataProto, episodes
 from workbench.dataproto.value import apart
+from workbench.datasets.preferences import Sample, Samples
+from workbench.datasets.rows import Rows
 from workbench.functional.masking import masked_mean
+from workbench.replay.reuse import FROM
 from workbench.rewards.score import Status
 from workbench.stages.filtering import NO_SIGNAL
 from workbench.stages.stage import LEFT_OUT
@@ -32,19 +35,52 @@ if TYPE_CHECKING:
 
 
 def batch_of(thing: Any) -> DataProto:
-    """Return the batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself. Raises
-    `TypeError` for others.
+    """Return the batch of a trace, phase, stepper, dry run or run (its last trace), a batch itself, or the answers that rows
+    or judged samples hold, each as a row. Raises `TypeError` for others.
     """
     if isinstance(thing, DataProto):
         return thing
+    if isinstance(thing, Rows | Samples):
+        return _of_answers(thing)
     traces = getattr(thing, "traces", None)
     if isinstance(traces, Mapping) and len(traces):
         thing = traces[max(traces)]
     found = getattr(thing, "batch", getattr(thing, "as_batch", None))
     if isinstance(found, DataProto):
         return found
-    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a dry run, a run with traces"
+    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a dry run, a run with traces; rows, samples"
     raise TypeError(message("no batch to show", expected=expected, found=f"a {type(thing).__name__}"))
+
+
+def _of_answers(data: Rows | Samples) -> DataProto:
+    """Make a batch of the answers in rows (targets, both of a pair) or judged samples, those of one prompt as a group.
+
+    Answers that `Run.best` or `Run.pairs` kept have their rewards, and say where they come from.
+    """
+    rows: list[dict[str, Any]] = []
+    for row in data:
+        fields: Mapping[str, Any] = row.metadata if isinstance(row, Sample) else row
+        extra = fields.get("extra_info") or {}
+        chat = [*row.prompt] if isinstance(row, Sample) else row["prompt"]
+        answers = _answers(row)
+        sources = extra.get(FROM) or [None] * len(answers)
+        truth = {"ground_truth": extra["ground_truth"]} if "ground_truth" in extra else None
+        for (kept, text), source in zip(answers, sources, strict=True):
+            cells = {"uid": repr(chat), "raw_prompt": chat, "response_text": text, "kept": kept, FROM: source}
+            rows.append({**cells, "reward_model": truth, "reward": (source or {}).get("reward", np.nan)})
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+    rewards = torch.tensor(columns.pop("reward", []))
+    scored = {"reward": rewards.nan_to_num(), "scored": ~rewards.isnan()} if not rewards.isnan().all() else {}
+    return DataProto(scored, {name: cells for name, cells in columns.items() if any(cells)})
+
+
+def _answers(row: Mapping[str, Any] | Sample) -> list[tuple[Any, Any]]:
+    """List the answers of a row or judged sample: (what each is kept as, its text)."""
+    if isinstance(row, Sample):
+        kinds = ("rejected", "chosen") if row.best is not None else (None, None)
+        return [(kinds[at in (row.best or ())], answer.text) for at, answer in enumerate(row.answers)]
+    pair = [(name, row[name]) for name in ("chosen", "rejected") if row.get(name) is not None]
+    return pair or [("target", (row.get("reward_model") or {}).get("ground_truth"))]
 
 
 def object_at(batch: DataProto, name: str, row: int) -> Any:
@@ -78,7 +114,8 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
     Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
     (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended). Where
     episodes are several rows, also episode, sequence (from 1) and sequences (how many the episode has); with several
-    policies the row's policy.
+    policies the row's policy. An answer of rows or judged samples has `kept` (`target`, `chosen`, `rejected`), and one of a
+    recorded run `from_run`.
 
     A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
     read, and not kept in memory.
@@ -136,7 +173,7 @@ def _of_tokens(batch: DataProto) -> dict[str, Any]:
 
 _COLUMNS = (
     "group", "episode", "sequence", "sequences", "policy", "step", "left_out", "of_row", "prompt", "response", "truth", "reward", "answer",
-    "status", "why", "advantage", "sampler_logprob_diff", "tokens", "finish",
+    "status", "why", "advantage", "sampler_logprob_diff", "tokens", "finish", "kept", "from_run",
 )  # fmt: skip
 _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "prompt": ("raw_prompt", question),
@@ -148,6 +185,8 @@ _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "finish": ("finish_reason", lambda reason: reason),
     LEFT_OUT: (LEFT_OUT, lambda why: why),
     "of_row": ("of_row", lambda row: row),
+    "kept": ("kept", lambda kind: kind),
+    FROM: (FROM, lambda source: source and f"{source['run']}, step {source['step']}, row {source['row']}"),
 }
 """Column of a table of samples → the batch's column, and what is read of each of its objects."""
 

@@ -407,6 +407,7 @@ def _row_lines(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[st
 def _place(row: Any) -> list[str]:
     """Describe the row's group, and where episodes are several rows its episode and sequence."""
     parts = [f"group\u00a0{int(row['group'])}", *([f"policy {row['policy']}"] if "policy" in row else [])]
+    parts += [str(row[name]) for name in ("kept", "from_run") if row.get(name)]
     if "sequence" not in row:
         return parts
     return [*parts, f"episode {int(row['episode'])}", f"sequence {int(row['sequence'])} of {int(row['sequences'])}"]
@@ -447,7 +448,7 @@ def samples(
     columns: Sequence[str] | None = None,
     against: Any = None,
 ) -> SamplesView:
-    """Show samples of a batch, trace, stepper or run as a table: `.to_pandas()` is the DataFrame, `.row(7)` one sample
+    """Show samples of a batch, trace, stepper or run, or the answers in rows (`run.best(…)`) or judged samples, as a table: `.to_pandas()` is the DataFrame, `.row(7)` one sample
     in full, `.left_out` the rows that were filtered out, rejected or failed.
 
     Args:

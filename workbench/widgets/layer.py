@@ -251,6 +251,7 @@ _MOST = 200
 _SIBLINGS = 32
 _FIRST = (
     "row", "step", "group", "reward", "response", "why", "advantage", "answer", "truth", "tokens", "finish", "status", "prompt",
+    "kept", "from_run",
 )  # fmt: skip
 
 
