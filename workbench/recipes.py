@@ -112,6 +112,8 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("ref_model",),
     "ref_sync_steps": ("ref_model_sync_steps", "sync_ref_model"),
     "ref_mixup_alpha": ("ref_model_mixup_alpha",),
+    "ref_sync_steps (with ref_mixup_alpha, 1 − the decay)": ("ema_decay", "ref_ema", "reference_ema"),
+    "teacher_sync_steps (with teacher_update_rate, 1 − the decay)": ("ema_decay", "teacher_ema", "teacher_model_kind"),
     "reward": ("reward_fn", "reward_funcs"),
     "critic": ("value_model",),
 }
@@ -208,8 +210,8 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
                 default = defaults.get(name, DEFAULTS[name])
                 own[name] = shared.replace(name=name, kind=shared.KEYWORD_ONLY, default=default, annotation=kind)
 
-        places = {theirs: ours for theirs, ours in ELSEWHERE.items() if ours.split(" ")[0] in own or "engine" in ours}
-        elsewhere = {theirs: ours for theirs, ours in places.items() if theirs not in own}
+        places = {ours: names for ours, names in _OTHERS.items() if ours.split(" ")[0] in own or "engine" in ours}
+        elsewhere = {theirs: ours for ours, names in places.items() for theirs in names if theirs not in own}
 
         @functools.wraps(build)
         def made(*args: P.args, **settings: P.kwargs) -> Pipeline:
@@ -499,6 +501,8 @@ def distill(
     ppo_epochs: int = 1,
     ppo_mini_batch_size: int | None = None,
     agent: Any = None,
+    teacher_sync_steps: int | None = None,
+    teacher_update_rate: float = 0.05,
 ) -> Pipeline:
     """On-policy distillation: the student samples, and learns to give each token the probability that the teacher gives it.
 
@@ -522,6 +526,9 @@ def distill(
         log_prob_min_clamp: with `top_k`, log-probs of both models below this count as this; None: no limit.
         loss_max_clamp: the most that a token's KL counts, in nats; None: no limit.
         reward: only measured, in training and on held-out rows.
+        teacher_sync_steps: of `"self"`: training steps after which the teacher, then a copy of the student, moves towards it
+            (`stages.SyncReference`; TRL's EMA teacher: 1); None: it is the student itself.
+        teacher_update_rate: the student's share in such a move (TRL's default): 1 − the decay of an EMA.
         loss_agg_mode: `token-mean` and others, as in `grpo`; so are the settings that are not listed here.
 
     Example:
@@ -541,6 +548,14 @@ def distill(
         do=do,
     )
     frozen = engine if alone else _frozen(engine, teacher)
+    follows: list[Stage] = []
+    if (every := teacher_sync_steps) is not None:
+        fits, what = alone and hasattr(engine, "twin"), "what teacher_sync_steps needs"
+        require(
+            fits, what, expected="teacher='self', an engine of engines.local(…)", found=engine if alone else teacher
+        )
+        frozen = cast(Any, engine).twin()
+        follows = [SyncReference(engine, frozen, steps=every, alpha=teacher_update_rate)]
     top_k = 100 if hint and estimator == "full" and top_k is None and not policy_gradient else top_k
     drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     heat = drawn.temperature or 1.0
@@ -553,15 +568,14 @@ def distill(
         require(whole, "kl and top_k with policy_gradient", expected="'reverse' and None", found=(kl, top_k))
         stages += [LogProb(engine, entropy=True, temperature=heat), TeacherLogProb(frozen, hint=hint, temperature=heat)]
         stages += [TeacherAdvantage(kl_type=kind, loss_max_clamp=loss_max_clamp, scored=reward is None)]
-        return Pipeline([*stages, Update(engine, PolicyLoss(loss_agg_mode=loss_agg_mode), **how)])
+        return Pipeline([*stages, Update(engine, PolicyLoss(loss_agg_mode=loss_agg_mode), **how), *follows])
     live = frozen if estimator == "full" and top_k is None else None
     loss = Divergence(
         beta=betas.get(kl, cast(float, kl)), estimator=estimator, top_k=top_k, tail=tail, teacher=live,
         log_prob_min_clamp=log_prob_min_clamp, loss_max_clamp=loss_max_clamp, loss_agg_mode=loss_agg_mode,
     )  # fmt: skip
-    return Pipeline(
-        [*stages, TeacherLogProb(frozen, top_k=top_k, hint=hint, temperature=heat), Update(engine, loss, **how)]
-    )
+    scored = TeacherLogProb(frozen, top_k=top_k, hint=hint, temperature=heat)
+    return Pipeline([*stages, scored, Update(engine, loss, **how), *follows])
 
 
 @_recipe()

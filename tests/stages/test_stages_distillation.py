@@ -324,3 +324,45 @@ def test_a_student_teaches_itself_with_a_hint(student: Any, tmp_path: Path) -> N
     audit = run.audit()
     assert audit.agrees and not audit.unaudited, audit
     assert run.stepper(step=2).run().trace.metrics["actor/loss"] == run.metrics["actor/loss"][2]
+
+
+@pytest.mark.slow
+def test_a_teacher_of_itself_follows_and_is_resumed_and_replayed(tiny: str, tmp_path: Path) -> None:
+    """At rate 0 the teacher stays; at ½ after step 2 its weights are half of each. Resumed, replayed and audited it is the same."""
+    how: dict[str, Any] = {"batch_size": 2, "display": None, "trackers": (), "save_freq": 1, "trace_freq": 1}
+
+    def pipe(rate: float, **more: Any) -> Any:
+        engine = wb.engines.local(tiny, device="cpu", lr=1e-3, self_check=False)
+        sync = {"teacher_sync_steps": 2, "teacher_update_rate": rate, "max_tokens": 12, **more}
+        return wb.recipes.distill(engine, "self", hint="extra_info.answer", **sync)
+
+    def weights(pipeline: Any, role: str) -> list[torch.Tensor]:
+        return [one.clone() for one in pipeline.learners()[role].snapshot()["weights"].values()]
+
+    still, moving = pipe(0.0), pipe(0.5)
+    began = weights(moving, "reference")
+    wb.train_blocking(still, rows(), steps=2, run=tmp_path / "still", **how)
+    assert all(map(torch.equal, weights(still, "reference"), began))
+    wb.train_blocking(moving, rows(), steps=2, run=tmp_path / "moved", **how)
+    for old, policy, mixed in zip(began, weights(moving, "actor"), weights(moving, "reference"), strict=True):
+        assert torch.allclose(mixed, 0.5 * (old + policy), atol=1e-7)
+    more = {"resume": "auto", "allow_changes": ["train.steps"], **how}
+    run = wb.train_blocking(pipe(0.5), rows(), steps=3, run=tmp_path / "moved", **more)
+    whole = wb.train_blocking(pipe(0.5), rows(), steps=3, run=tmp_path / "whole", **how)
+    assert [row["reference/synced"] for row in run.rows] == [0, 1, 0]
+    assert [row["actor/loss"] for row in whole.rows] == [row["actor/loss"] for row in run.rows]
+    assert whole.audit().agrees, whole.audit()
+    step = wb.load_run(tmp_path / "whole").stepper(3).run()
+    assert step.trace.metrics["actor/loss"] == whole.rows[-1]["actor/loss"]
+    assert "training/policy_lag/max" not in step.trace["teacher_log_prob"].metrics
+    alike = wb.Stepper(pipe(0.5, policy_gradient=True), rows().batch(2)).run().trace.metrics
+    assert alike["actor/grad_norm"] > 0 and alike["reference/synced"] == 0
+
+
+def test_names_of_a_moving_average_are_refused_with_those_here(student: Any, teacher: Any) -> None:
+    with pytest.raises(SettingError, match=r"no setting 'ema_decay'.*teacher_sync_steps \(with teacher_update_rate"):
+        wb.recipes.distill(student, "self", hint="extra_info.answer", ema_decay=0.99)
+    with pytest.raises(SettingError, match=r"no setting 'ema_decay'.*ref_sync_steps \(with ref_mixup_alpha"):
+        wb.recipes.grpo(student, varied, ema_decay=0.99)
+    with pytest.raises(SettingError, match="what teacher_sync_steps needs"):
+        wb.recipes.distill(student, teacher, teacher_sync_steps=1)

@@ -480,8 +480,8 @@ def log_prob(v: AuditView) -> Claims:
         yield averaged("actor/entropy", flat(entropies), "mean over own tokens")
         if "rollout_log_probs" in b and any(map(any, b.mask)):
             yield from _sampler_diff(v, column)
-    followed = v.setting("column") == "ref_log_prob"  # by a reference with versions of its own
-    if v.version is not None and not followed and "policy_version" in b and b["policy_version"]:
+    of_policy = v.setting("column") == "old_log_probs"  # a reference or a teacher has versions of its own
+    if v.version is not None and of_policy and "policy_version" in b and b["policy_version"]:
         yield from policy_lag(v.version, b["policy_version"])
 
 

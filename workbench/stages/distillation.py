@@ -19,7 +19,7 @@ from workbench.engines.protocol import GivesTops, LossCounts, LossOutput, WholeT
 from workbench.functional.distillation import LogitsDivergence, divergence, with_tail
 from workbench.functional.losses import AGGREGATIONS, aggregate, kl_penalty
 from workbench.functional.masking import masked_mean
-from workbench.stages.log_prob import LogProb, scored_columns, version_lag
+from workbench.stages.log_prob import LogProb, scored_columns
 from workbench.stages.stage import BaseStage, Outcome
 from workbench.stages.targets import behind_prompts, cell, placed_answers
 from workbench.stages.terms import loss_mask
@@ -74,9 +74,6 @@ class TeacherLogProb(LogProb):
             answers = (rows[name][:, -width:] for name in ("input_ids", "attention_mask"))
             seen = behind_prompts(columns["teacher_prompts"], columns["teacher_prompt_mask"], *answers)
             rows = rows.without(*seen).with_columns(seen)
-        metrics: dict[str, Metric | float] = {}
-        for learner in self.learners() if "policy_version" in batch else ():
-            metrics |= version_lag(learner.version, batch["policy_version"])
         for source, places in self._shares(batch).items():
             part, teacher = rows.select_idxs(places), self._teachers[source]
             if self.top_k:
@@ -86,7 +83,7 @@ class TeacherLogProb(LogProb):
             for name, values in outputs.items():
                 empty = values.new_zeros((len(batch), *values.shape[1:]))
                 columns.setdefault(f"teacher_{name}", empty)[places] = values
-        return Outcome(self.written(batch, columns), metrics)
+        return Outcome(self.written(batch, columns))
 
     def _hinted(self, batch: DataProto, hint: str) -> dict[str, Any]:
         """Return the prompts with their hints, as the columns `HINTED`."""
