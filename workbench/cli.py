@@ -287,21 +287,22 @@ def _chat(options: argparse.Namespace) -> int:
     from workbench.replay.chat import chat
 
     how = {name: value for name, value in vars(options).items() if name in ("temperature", "top_p", "max_tokens")}
-    talk = chat(options.model, step=options.step, base=False if options.alone else None, system=options.system, **how)
-    _say(f"{talk!r}\n{_COMMANDS}")
-    while True:
-        try:
-            line = input("you: ").strip()
-        except EOFError:
-            return 0
-        if line == "/quit":
-            return 0
-        try:
-            _chatted(talk, line, options.keep)
-        except WorkbenchError as error:
-            _say(f"workbench: {error}")
-        except KeyboardInterrupt:
-            _say(" … stopped")
+    base = False if options.alone else None
+    with chat(options.model, step=options.step, base=base, system=options.system, **how) as talk:
+        _say(f"{talk!r}\n{_COMMANDS}")
+        while True:
+            try:
+                line = input("you: ").strip()
+            except EOFError:
+                return 0
+            if line == "/quit":
+                return 0
+            try:
+                _chatted(talk, line, options.keep)
+            except WorkbenchError as error:
+                _say(f"workbench: {error}")
+            except KeyboardInterrupt:
+                _say(" … stopped")
 
 
 def _chatted(talk: Any, line: str, kept: str) -> None:

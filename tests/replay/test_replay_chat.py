@@ -13,6 +13,8 @@ from workbench import cli
 from workbench.agents import ToolAgent, function_tool
 from workbench.base import runtime
 from workbench.base.errors import Interrupted, SettingError
+from workbench.engines.paired import Paired
+from workbench.replay import chat as chats
 from workbench.widgets.chat import ChatFace
 
 QUESTION = "What is 3 + 4?"
@@ -57,6 +59,24 @@ def test_a_pair_answers_with_the_learners_weights_beside_those_of_its_files(run:
     chat = wb.chat(wb.engines.paired(engine, wb.engines.local(tiny)), temperature=0, max_tokens=24)
     assert texts(chat.ask(QUESTION))["trained"] == engine.generate(QUESTION, max_tokens=24)
     assert chat.last.answers["base"].text == wb.engines.local(tiny).generate(QUESTION, max_tokens=24)
+
+
+def test_a_chat_closes_the_engines_that_it_opened(
+    run: tuple[Any, Any], tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pair(*_: Any) -> Paired:
+        return wb.engines.paired(wb.engines.local(tiny), wb.engines.local(tiny))
+
+    closed: list[Paired] = []
+    monkeypatch.setattr(chats, "learner_of", pair)  # a pair stands for the ranks of a sharded run
+    monkeypatch.setattr(Paired, "close", lambda engine: closed.append(engine))
+    with wb.chat(run[0]) as chat:
+        assert not closed
+    assert len(closed) == 2 and closed == list(chat.sides.values())
+    monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
+    assert cli.main(["chat", str(run[0].path), "--alone"]) == 0 and len(closed) == 3
+    wb.chat(closed[0], base=closed[1]).close()
+    assert len(closed) == 3, "those that were passed stay open"
 
 
 def test_what_is_kept_are_rows_of_the_next_run(tiny: str) -> None:
@@ -138,7 +158,7 @@ def test_the_widgets_buttons_do_what_their_line_says(tiny: str) -> None:
     hostile = press("ask", text="a\x1b\u202e<b>", **settings)
     assert hostile["turns"][1]["text"] == "a\\x1b\\x202e<b>" and "&lt;b&gt;" in chat._repr_html_()
     assert press("clear")["turns"] == [] and chat.kept
-    assert "elsewhere" in face.answer({"kind": "clear", "stands": "another place"})["note"]
+    assert "state" in face.answer({"kind": "clear", "stands": "another place"})["note"]
     assert face.work({"kind": "ask", "stands": face._stands()}) == "answering"
 
 

@@ -223,7 +223,7 @@ def test_a_token_in_the_run_s_own_texts_is_not_published(
 @pytest.mark.slow
 def test_an_adapter_names_its_base_on_the_hub(hub: FakeHub, tiny: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
-    engine = wb.engines.local(tiny, lr=1e-3, device="cpu", lora_rank=4)
+    engine = wb.engines.local(tiny, lr=1e-3, device="cpu", lora_rank=4, base_dtype="nf4", dtype="float16")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
     pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4)
     run = wb.train_blocking(pipe, rows, run=tmp_path / "run", steps=1, batch_size=2, trackers=())
@@ -233,4 +233,11 @@ def test_an_adapter_names_its_base_on_the_hub(hub: FakeHub, tiny: str, tmp_path:
     run.publish("me/adapter", form="adapter", base="owner/base")
     files = published(hub, "me/adapter")
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "owner/base"
-    assert 'library_name: "peft"' in files["README.md"].decode() and "adapter_model.safetensors" in files
+    card = files["README.md"].decode()
+    assert 'library_name: "peft"' in card and "adapter_model.safetensors" in files
+    for words in (
+        "from owner/base. Passes were in float16. Trained is a LoRA adapter of rank 4 over a base kept in nf4.",
+        "Open it over a base in the same numbers",
+        "LogProb(model=actor.reference(), name='ref_log_prob'",
+    ):
+        assert words in card, words

@@ -15,6 +15,7 @@ import torch
 import workbench as wb
 from workbench.base.errors import EngineError, RunError, SettingError
 from workbench.engines import exporting
+from workbench.engines.local_engine import lora, quantised
 from workbench.rewards import Reward
 
 PROMPTS = ["12+30?", "7+5?", "40+2?", "1+1?"]
@@ -85,15 +86,22 @@ def test_merged_weights_are_base_and_adapter_and_open_in_transformers(
 
 
 @pytest.mark.slow
-def test_a_base_kept_in_bfloat16_is_merged_as_it_was_trained(tiny: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "dtype"), [("bfloat16", torch.float32), ("nf4", torch.float16)])
+def test_a_base_kept_in_fewer_bits_is_merged_as_it_was_trained(
+    base: str, dtype: torch.dtype, tiny: str, tmp_path: Path
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
     from safetensors.torch import load_file
 
-    run = trained(tiny, tmp_path / "run", lora_rank=4, base_dtype="bfloat16")
-    saved = load_file(run.save(tmp_path / "merged") / "model.safetensors")
-    mine = run.engine(3).full_weights()
-    assert {one.dtype for one in saved.values()} == {torch.float32}
-    assert all(torch.equal(one, mine[name].float()) for name, one in saved.items())
+    run = trained(tiny, tmp_path / "run", lora_rank=4, base_dtype=base)
+    engine = run.engine(3)
+    mine = lora.merged(engine._model, quantised.Weights(engine._model), torch.float32)
+    for folder in (run.save(tmp_path / "merged"), engine.save_merged(tmp_path / "same")):
+        saved = load_file(folder / "model.safetensors")
+        assert {one.dtype for one in saved.values()} == {dtype} and "lm_head.weight" not in saved, "tied: kept once"
+        assert all(torch.equal(one, mine[name].to(dtype)) for name, one in saved.items())
+        assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert opened(tmp_path / "merged") == answers(engine)
 
 
 @pytest.mark.slow

@@ -67,9 +67,6 @@ def write_form(source: Path, target: Path, form: str, dtype: str | None, name: s
         settings = LocalSettings.from_parameters({"device": "cpu", "base_dtype": base_dtype})
         model = loading.load_model(source, settings)
         loading.save_model(model, None, loading.load_tokenizer(source, model, settings), target, merged=True)
-        dtype = dtype or (
-            None if base_dtype == "float32" else "float32"
-        )  # what has no adapter is still in the base's dtype
     elif form != "gguf":
         for path in (one for one in loading.model_files(source) if one.name != loading.HEAD):
             shutil.copy2(path, target / path.name)
@@ -93,8 +90,7 @@ def _recast(folder: Path, dtype: str) -> None:
     for path in folder.glob("*.safetensors"):
         held = {name: _cast(name, one, dtype).contiguous() for name, one in load_file(path).items()}
         save_file(held, path, metadata={"format": "pt"})
-    if (config := folder / "config.json").is_file():
-        config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}, indent=2))
+    loading.note_dtype(folder, getattr(torch, dtype))
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ from workbench.base.errors import WorkbenchError
 from workbench.base.hub import HUB_SECONDS, is_hub_name
 from workbench.datasets.hub import named
 from workbench.engines.local_engine.loading import folder_of
+from workbench.engines.local_engine.quantised import KINDS
 
 CURVES = "curves.png"
 _ROOMS = ("engines", "stages", "agents", "functional")
@@ -35,7 +36,8 @@ def write_card(run: Any, folder: Path, name: str, base: str, form: str) -> str:
             (folder / CURVES).write_bytes(drawn.read_bytes())
         else:
             run.figure(path=folder / CURVES)
-    path = str((settings["engines"].get("actor") or {}).get("path", ""))
+    actor = settings["engines"].get("actor") or {}
+    path = str(actor.get("path", ""))
     data = [("training", settings["data"], settings["data_hash"])]
     if held_out := settings.get("eval_rows"):
         data.append(("held out", held_out["source"], held_out["data_hash"]))
@@ -56,10 +58,23 @@ def write_card(run: Any, folder: Path, name: str, base: str, form: str) -> str:
     start = (
         f"A model trained by reinforcement learning with workbench, from {_place(base or path or 'a model in memory')}."
     )
-    head = [_front(base or path, [source for _, source, _ in data], form), f"# {name.partition('/')[2]}", start]
+    front = _front(base or path, [source for _, source, _ in data], form)
+    head = [front, f"# {name.partition('/')[2]}", f"{start} {_numbers(actor, form)}".strip()]
     text = "\n\n".join([*head, *(f"## {title}\n\n{one}" for title, one in sections.items() if one)]) + "\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     return text
+
+
+def _numbers(actor: Mapping[str, Any], form: str) -> str:
+    """Say which numbers were trained and kept in which precision, as sentences; "" for all weights in the default one."""
+    rank, kept, dtype = (actor.get(name) for name in ("lora_rank", "base_dtype", "dtype"))
+    parts = [f"Passes were in {dtype}."] if dtype not in (None, "auto", "float32") else []
+    if rank:
+        merged = "" if form == "adapter" else ", merged into it"
+        parts.append(f"Trained is a LoRA adapter of rank {rank} over a base kept in {kept or 'float32'}{merged}.")
+    if kept in KINDS and form == "adapter":
+        parts.append("Open it over a base in the same numbers: over another one it answers differently.")
+    return " ".join(parts)
 
 
 def _front(base: str, data: list[str], form: str) -> str:
@@ -103,7 +118,10 @@ def recipe(settings: Mapping[str, Any]) -> str:
         lines.append(f"{role} = {opened}")
     lines += [f"rows = wb.rows({_place(settings['data'])!r})", "pipe = wb.Pipeline(", "    ["]
     for one in settings.get("pipeline", ()):
-        lines.append(f"        {_made(one['class'] or one['name'], one['arguments'])},")
+        made = _made(one["class"] or one["name"], one["arguments"])
+        for role, record in settings["engines"].items():  # of its adapters switched off, in its precision
+            made = made.replace(_frozen(record), f"{role}.reference()")
+        lines.append(f"        {made},")
     plan = {key: value for key, value in settings["train"].items() if key not in ("trackers", "project", "experiment")}
     trained = _call("wb.train", resolve_name("workbench.runs.settings:TrainSettings"), plan, ["pipe", "rows"])
     return "\n".join([*lines, "    ]", ")", f"await {trained}"])
@@ -137,10 +155,14 @@ def _code(plain: Any) -> str:
     if "mapping" in plain:
         return f"{{{', '.join(f'{key!r}: {_code(one)}' for key, one in plain['mapping'].items())}}}"
     if "frozen" in plain:
-        return f"wb.engines.local({_place(plain['frozen'].get('path', ''))!r}).reference()"
+        return _frozen(plain["frozen"])
     if "function" in plain:
         return f"wb.functional.{plain['function'].rpartition(':')[2]}"
     return str(plain.get("engine") or plain.get("missing") or "…")
+
+
+def _frozen(record: Mapping[str, Any]) -> str:
+    return f"wb.engines.local({_place(record.get('path', ''))!r}).reference()"
 
 
 def _place(text: Any) -> str:

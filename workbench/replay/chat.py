@@ -22,7 +22,7 @@ from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import rows as rows_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import LocalEngine, local
-from workbench.engines.protocol import FromFiles, Request, Sample, Sampler, SamplingSettings
+from workbench.engines.protocol import Closable, Closing, FromFiles, Request, Sample, Sampler, SamplingSettings
 from workbench.replay.rebuild import MissingStage, frozen_of, learner_of, rebuilt, trust_of
 from workbench.replay.remote import is_address
 from workbench.replay.run import Run, Weights, late_learners, load_run
@@ -114,8 +114,11 @@ class Exchange:
     """The right answer, which rewards compare with."""
 
 
-class Chat(Shown):
-    """A conversation with one or two models; `chat` makes it. A live notebook shows it with a field to write in."""
+class Chat(Shown, Closing):
+    """A conversation with one or two models; `chat` makes it. A live notebook shows it with a field to write in.
+
+    A context manager: `close` at its end.
+    """
 
     def __init__(
         self,
@@ -128,7 +131,9 @@ class Chat(Shown):
         seed: int = 0,
         data_source: str = "chat",
         notes: Sequence[str] = (),
+        opened: Sequence[Any] = (),
     ) -> None:
+        self._opened = opened
         self.sides = dict(sides)
         """Name → the engine that answers."""
         self.labels = {name: str(getattr(side, "path", "")) for name, side in self.sides.items()}
@@ -209,6 +214,12 @@ class Chat(Shown):
         turn.answers[side] = Answer(messages, str(batch["response_text"][-1]), batch, answer)
         on_text(side, turn.answers[side].text)
 
+    def close(self) -> None:
+        """Close the engines that `chat` opened, such as the ranks of a sharded run; may be called twice."""
+        for engine in self._opened:
+            if isinstance(engine, Closable):
+                engine.close()
+
     # --- what becomes of it ---------------------------------------------------------------------
 
     def score(self, truth: str | None = None) -> Chat:
@@ -279,8 +290,10 @@ def chat(
         seed: of the draws.
         sampling: `SamplingSettings`: `temperature=0`, `max_tokens=200`.
 
-    Returns a `Chat`; `chat.ask("…")` asks from a cell. Raises `RunError` for a run without checkpoint.
+    Returns a `Chat`; `chat.ask("…")` asks from a cell, `chat.close()` ends the processes of a sharded run's engine. Raises
+    `RunError` for a run without checkpoint.
     """
+    given = (model, base)
     if isinstance(model, str | Path):
         model = load_run(model) if is_address(model) or is_run(Path(model)) else local(model)
     terms: dict[str, Any] = {"agent": agent, "reward": reward, "system": system, "data_source": data_source}
@@ -295,7 +308,8 @@ def chat(
     other = local(base) if isinstance(base, str | Path) else base or other
     settings = terms.pop("sampling", SamplingSettings(max_tokens=256)).replace(**sampling)
     sides = {ALONE: engine} if other is None else {TRAINED: engine, BASE: other}
-    return Chat(sides, sampling=settings, seed=seed, **terms)
+    opened = [side for side in sides.values() if not any(side is one for one in given)]
+    return Chat(sides, sampling=settings, seed=seed, opened=opened, **terms)
 
 
 def _base_of(engine: Any) -> Sampler | None:

@@ -763,8 +763,8 @@ class Run(Shown):
             form: `merged`: a plain Hugging Face folder, adapters merged into the base, for transformers, vLLM and all that opens
                 such; `adapter`: a LoRA run's adapter alone, for peft; `gguf`: one file, of Llama's, Qwen2's or Qwen3's
                 architecture, for llama.cpp (needs the package `gguf`).
-            dtype: `float32`, `bfloat16` or `float16`, None: that of the weights, which for merged adapters is float32; of a GGUF
-                file `f32`, `f16` (the default), `bf16` or `q8_0`.
+            dtype: `float32`, `bfloat16` or `float16`, None: that of the weights: of merged adapters float32, and float16
+                where the base was kept in 4 or 8 bits; of a GGUF file `f32`, `f16` (the default), `bf16` or `q8_0`.
             step: the step whose weights are saved, `"best"`, or None: the newest checkpoint. A step without a checkpoint is
                 restored (`restorable_steps`).
 

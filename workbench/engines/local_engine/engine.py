@@ -149,7 +149,8 @@ class ModelEngine(Rewinding):
         self._write(Path(path).absolute(), merged=False)
 
     def save_merged(self, path: str | Path) -> Path:
-        """Write a plain Hugging Face folder with the LoRA adapters merged into the weights."""
+        """Write a plain Hugging Face folder with the LoRA adapters merged into the weights, in float32, or over a base kept in
+        4 or 8 bits in float16."""
         self._write(Path(path).absolute(), merged=True)
         return Path(path)
 

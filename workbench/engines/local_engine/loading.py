@@ -455,16 +455,28 @@ def value_head(model: Any) -> torch.nn.Linear:
 
 def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: Path, *, merged: bool = False) -> None:
     """Write a model to a Hugging Face folder, with its tokenizer; with LoRA a peft folder, unless `merged`. A value
-    head goes to `value_head.safetensors`."""
+    head goes to `value_head.safetensors`. Merged weights are float16 over a base in codes, else float32."""
     if lora.config_in(model) is None:
         model.save_pretrained(path)
     elif merged:
-        model.save_pretrained(path, state_dict=lora.merged(model, quantised.Weights(model)))
+        weights = quantised.Weights(model)
+        dtype = torch.float16 if weights.coded else torch.float32
+        held = lora.merged(model, weights, dtype)
+        held |= {name: held[first] for name, first in tied(model).items() if {name, first} <= held.keys()}
+        model.save_pretrained(path, state_dict=held)
+        note_dtype(path, dtype)
     else:
         lora.save(model, path)
     tokenizer.save_pretrained(path)
     if head is not None:
         save_head(head, path)
+
+
+def note_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of a model folder's weights into its config.json, where it has one."""
+    if (config := folder / "config.json").is_file():
+        facts = {**json.loads(config.read_text("utf-8")), "dtype": str(dtype).removeprefix("torch.")}
+        config.write_text(json.dumps(facts, indent=2), "utf-8")
 
 
 def save_head(head: torch.nn.Module, path: Path) -> None:

@@ -148,20 +148,22 @@ def delta(layer: Any, a: torch.Tensor, b: torch.Tensor, rows: slice = slice(None
 
 
 @torch.no_grad()
-def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merged(model: Any, held: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Merge LoRA adapters into the base weights; returns a plain model's weights by name, base + scale·B·A.
 
-    `held` are the weights of the model with adapters; of `model` only the structure is read. Of a base in codes they are
-    float16 on the CPU, decoded one at a time. Raises `EngineError` where an adapted layer is not linear.
+    `held` are the weights of the model with adapters; of `model` only the structure is read. With `dtype` they are in it
+    and on the CPU, one after the other: those of a base in codes always, by default in float16. Raises `EngineError` where
+    an adapted layer is not linear.
     """
     plain, adapted = dict[str, torch.Tensor](), layers(model)
-    half = isinstance(held, quantised.Weights) and held.coded
+    if dtype is None and isinstance(held, quantised.Weights) and held.coded:
+        dtype = torch.float16
     for name in (name for name in held if "lora_" not in name):
         own, value = name.replace(".base_layer.", "."), held[name]
         if own in adapted:
             base, a, b = parts(held, own)
             value = base + delta(adapted[own], a, b)
-        plain[own] = value.to("cpu", torch.float16) if half and value.is_floating_point() else value
+        plain[own] = value.to("cpu", dtype) if dtype is not None and value.is_floating_point() else value
     return plain
 
 
