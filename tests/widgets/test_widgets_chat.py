@@ -62,7 +62,7 @@ def grows_and_stops(page: Any, face: Any) -> None:
     until(page, lambda: len(first.inner_text()) > 5)
     before = len(first.inner_text())
     until(page, lambda: len(first.inner_text()) > before)
-    assert face.get_by_role("button", name="send").is_disabled() and "answering" in face.inner_text()
+    until(page, lambda: "answering" in face.inner_text() and face.get_by_role("button", name="send").is_disabled())
     shot(page, "driven_chat_streaming")
     face.get_by_role("button", name="Stop").focus()
     page.keyboard.press("Enter")
