@@ -259,31 +259,21 @@ Saving = tuple[str, dict[str, Any], str]
 """Name, arguments of `fits`, and cost in words of a setting that saves memory."""
 
 
-def _further(fit: Fit) -> list[Saving]:
-    """List the settings that can save memory and are not set yet, the cheapest first."""
-    settings, kind = fit.placement.learner, "cuda" if fit.placement.gpus else "cpu"
-    alone, half = fit.placement.alone, settings.half(kind)
-    return [*_passes(fit, settings.budget(kind)), *_moments(fit), *_adapters(settings, alone, alone and half)]
-
-
-def _passes(fit: Fit, budget: int) -> Iterator[Saving]:
-    length = fit.asked["tokens"]
-    if budget > length:
+def _further(fit: Fit) -> Iterator[Saving]:
+    """Yield the settings that can save memory and are not set yet, the cheapest first."""
+    settings, alone, gpus = fit.placement.learner, fit.placement.alone, fit.placement.gpus
+    kind, length = "cuda" if gpus else "cpu", fit.asked["tokens"]
+    if settings.budget(kind) > length:
         yield "micro-batches of one sequence", {"micro_batch_tokens": length}, "more, smaller passes"
-    if not fit.placement.learner.gradient_checkpointing:
+    if not settings.gradient_checkpointing:
         yield "gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"
-
-
-def _moments(fit: Fit) -> Iterator[Saving]:
-    settings = fit.placement.learner
-    if not fit.placement.gpus:
-        return
-    if fit.placement.alone and not settings.lora_rank and settings.optimizer == "adamw":
+    if gpus and alone and not settings.lora_rank and settings.optimizer == "adamw":
         yield "moments in 8 bits", {"optimizer": "adamw8bit"}, "coarser moments; the extra `bits`"
-    if settings.offload == "none":
+    if gpus and settings.offload == "none":
         yield "moments in host memory", {"offload": "optimizer"}, "two copies of them over the bus a step"
-    if settings.offload != "all" and not fit.placement.alone:
+    if gpus and not alone and settings.offload != "all":
         yield "all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"
+    yield from _adapters(settings, alone, alone and settings.half(kind))
 
 
 def _adapters(settings: Any, alone: bool, halves: bool) -> Iterator[Saving]:
@@ -362,7 +352,8 @@ def _phases(
     if reference and not settings.lora_rank:
         beside.append(MemoryPart("reference", "weights", policy.weights))
     held = [*beside, *_held("policy", policy)]
-    learn, score = [*beside, *_learning("policy", policy)], [*beside, *_scoring("policy", policy)]
+    learn = [*beside, *_learning("policy", policy)]
+    score = [*held, MemoryPart("policy", "activations", policy.scoring - policy.weights - policy.optimizer)]
     if critic:
         values = _footprint(model, placement, settings, budget, tokens, head=True)
         turns = [[*_held("policy", policy), *_learning("critic", values)], [*learn, *_held("critic", values)]]
@@ -392,10 +383,6 @@ def _held(role: str, found: Footprint) -> list[MemoryPart]:
 def _learning(role: str, found: Footprint) -> list[MemoryPart]:
     more = [MemoryPart(role, "gradients", found.gradients), MemoryPart(role, "activations", found.activations)]
     return [*_held(role, found), *more]
-
-
-def _scoring(role: str, found: Footprint) -> list[MemoryPart]:
-    return [*_held(role, found), MemoryPart(role, "activations", found.scoring - found.weights - found.optimizer)]
 
 
 def _sampling(
