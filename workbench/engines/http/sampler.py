@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -359,13 +359,6 @@ class RemoteSampler(Pausing):
         return f"RemoteSampler({self.path!r}: {kind}{self.url}, version {self.version}, its weights {how})"
 
 
-class _Question(NamedTuple):
-    """A row's tokens, and the places among them whose log-probs are wanted."""
-
-    ids: list[int]
-    places: list[int]
-
-
 class ServedTeacher:
     """The weights that a vLLM server has, as a model that scores; made by `RemoteSampler.teacher`, of itself.
 
@@ -386,14 +379,11 @@ class ServedTeacher:
         """Score the response tokens of a batch: `log_probs` [B, T] float32. Raises `EngineError` for another output."""
         if tuple(want) != ("log_probs",):
             raise EngineError("want of a teacher behind HTTP", expected="log_probs", found=", ".join(want))
-        return {"log_probs": self._scores(batch, 0, temperature)["log_probs"]}
+        return self.top_log_probs(batch, 0, temperature)
 
     def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Score a batch, with the k likeliest tokens at each place: see `GivesTops`. Raises `EngineError` where the server
         does not give as many (vLLM's `--max-logprobs`, by default 20)."""
-        return self._scores(batch, k, temperature)
-
-    def _scores(self, batch: DataProto, k: int, temperature: float) -> dict[str, torch.Tensor]:
         if temperature != 1:
             raise EngineError(
                 "temperature of a teacher behind HTTP", expected="1, of its raw logits", found=temperature
@@ -402,13 +392,13 @@ class ServedTeacher:
             raise EngineError("rows with pictures for a teacher behind HTTP", expected="text", found="pictures")
         mask = batch["response_mask"].bool()
         whole = torch.nn.functional.pad(mask, (batch["input_ids"].shape[1] - mask.shape[1], 0))
-        questions = []
+        questions = []  # of each row its tokens, and the places among them whose log-probs are wanted
         for ids, there, wanted in zip(batch["input_ids"], batch["attention_mask"].bool(), whole, strict=True):
             places = wanted[there].nonzero()[:, 0].tolist()
-            questions.append(_Question(ids[there][: max(places, default=-1) + 1].tolist(), places))
+            questions.append((ids[there][: max(places, default=-1) + 1].tolist(), places))
 
-        async def ask(question: _Question) -> list[tuple[float, list[tuple[float, int]]]]:
-            return await self._asked(question, k) if question.places else []
+        async def ask(question: tuple[list[int], list[int]]) -> list[tuple[float, list[tuple[float, int]]]]:
+            return await self._asked(*question, k) if question[1] else []
 
         found = [place for row in runtime.run_all(ask, questions) for place in row]
         columns = {"log_probs": torch.zeros(mask.shape)}
@@ -419,21 +409,21 @@ class ServedTeacher:
             columns["top_log_probs"][mask], columns["top_ids"][mask] = tops[..., 0].float(), tops[..., 1].long()
         return columns
 
-    async def _asked(self, question: _Question, k: int) -> list[tuple[float, list[tuple[float, int]]]]:
+    async def _asked(self, ids: list[int], places: list[int], k: int) -> list[tuple[float, list[tuple[float, int]]]]:
         """Return of each wanted place the log-prob of its token, and the k likeliest (log-prob, id), the best first."""
 
         def read(reply: Any) -> list[tuple[float, list[tuple[float, int]]]]:
             held: Sequence[Mapping[str, Any] | None] = reply["choices"][0]["prompt_logprobs"]
             found = []
-            for place in question.places:
+            for place in places:
                 values = {int(token): float(one["logprob"]) for token, one in (held[place] or {}).items()}
                 ranked = sorted(((value, token) for token, value in values.items()), key=lambda one: (-one[0], one[1]))
                 if len(ranked) < k:
                     raise ValueError(f"the reply has {len(ranked)} tokens at a place; expected {k}")
-                found.append((values[question.ids[place]], ranked[:k]))
+                found.append((values[ids[place]], ranked[:k]))
             return found
 
-        body = {"prompt": question.ids, "max_tokens": 1, "prompt_logprobs": k}
+        body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": k}
         what = "no log-probs from the teacher's server (of up to --max-logprobs tokens, and --max-model-len in all)"
         return await self._server.ask(what, body, read)
 
