@@ -168,7 +168,7 @@ def test_a_thread_that_saves_has_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(worker.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(worker.distributed, "get_world_size", lambda: 4)
     shards._store = SimpleNamespace(set=lambda *_: None, check=lambda _: False)
-    model = SimpleNamespace(state=lambda _: ({"one": torch.zeros(1)}, {}), steps=lambda: 0)
+    model = SimpleNamespace(state=lambda _: ({"one": torch.zeros(1)}, {}), steps=lambda: 0, scaling=dict)
     shards._models["actor"] = model  # type: ignore[assignment]
     shards.save_shards("actor", str(tmp_path / "state"), {"id": "x"}, weights=True, seconds=0.2, wait=True)
     assert wrote == [("workbench-saving", rank)]

@@ -177,10 +177,11 @@ def test_a_dead_kernel_leaves_an_error_in_its_cell(make_notebook: Any, tmp_path:
 )
 def test_a_death_is_told_as_far_as_it_is_known(code: int | None, said: str) -> None:
     client = KernelClient.__new__(KernelClient)
-    client.received = []
+    client.received, client.nb = [], SimpleNamespace(cells=[None])
     process = SimpleNamespace(poll=lambda: code)
     client.km = SimpleNamespace(provisioner=SimpleNamespace(process=process))
-    assert said in client._obituary()["evalue"] and "None" not in client._obituary()["evalue"]
+    text = client._obituary(0)["evalue"]
+    assert said in text and "None" not in text and "cell 1 of 1" in text
 
 
 def test_cells_for_looking_can_be_left_out(make_notebook: Any, tmp_path: Path) -> None:

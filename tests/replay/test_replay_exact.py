@@ -196,7 +196,8 @@ def test_the_updates_before_the_step_are_repeated_once(recorded: Any, monkeypatc
         repeated.append(update.step)
         return apply(pipe, update, *inputs)
 
-    monkeypatch.setattr(rebuild, "apply", counting)
+    for module in (rebuild, updates):
+        monkeypatch.setattr(module, "apply", counting)
     made = run.counterfactual(6, rows=[0])
     assert repeated == [4, 5, 6, 6]  # checkpoint 3 and two updates, then the last with and without the row
     assert same(made.actual["actor"], after[6]["actor"]) and same(made.actual["critic"], after[6]["critic"])

@@ -246,7 +246,7 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     s.back()
     s.next()  # a cell moves it
     stale = face.answer({"kind": "next", "stands": 0})
-    assert s.position == 1 and "elsewhere" in stale["note"] and stale["stands"] == 1
+    assert s.position == 1 and "had moved" in stale["note"] and stale["stands"] == 1
 
 
 def test_a_press_that_is_sent_five_times_steps_once(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,14 +104,16 @@ def test_the_static_form_is_refreshed_now_and_then(made: Any, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_symptoms_stand_below_the_bar_in_the_widget_and_in_its_static_form(made: Any) -> None:
+def test_symptoms_stand_once_in_the_live_form_and_below_the_bar_of_the_static_one(made: Any) -> None:
     shown, _, handle = made
     for number in range(3, 10):
         low = 0.001 if number > 4 else 1.0
         shown.on_row({**rows(number)[-1], "actor/kl_loss": 3.0, "critic/score/max": low}, 60.0)
     shown.close("<b>stopped")
-    for html in (shown._bar.value, handle.bundles[-1]["text/html"]):
-        assert html.count("KL to the reference is large") == 1 and "&lt;b&gt;stopped" in html
+    for html, times in ((shown._bar.value, 0), (handle.bundles[-1]["text/html"], 1)):
+        assert html.count("KL to the reference is large") == times and "&lt;b&gt;stopped" in html
         assert lint(html) == []
+    marks = shown._curves.reply({"kind": "columns", "asked": 1})["marks"]
+    assert [mark["text"].startswith("KL to the reference is large") for mark in marks] == [True]
     text = handle.bundles[-1]["text/plain"].splitlines()
     assert text[1].startswith("1  KL to the reference is large (step ") and text[0].endswith("<b>stopped")
