@@ -194,3 +194,5 @@ def test_its_sft_trainer_is_refused_by_name(trainer: str) -> None:
     text = f"torchrun --nproc_per_node=2 -m verl.trainer.{trainer} data.train_files=a.parquet optim.lr=1e-5"
     with pytest.raises(SettingError, match="verl's SFT trainer in text.*recipes.sft"):
         read_command(text)
+    with pytest.raises(SettingError, match="verl's SFT trainer in a list of words.*recipes.sft"):
+        read_command(text.split())

@@ -56,7 +56,9 @@ def read_command(source: Any, *, command: int | str | None = None) -> Command:
     if isinstance(source, Mapping):
         return Command(_resolved(flat(source)), {}, "a mapping")
     if not isinstance(source, str | Path):
-        return _of_words([str(word) for word in source], Path(), "a list of words")
+        plain = [str(word) for word in source]
+        _refuse_sft(next((word for word in plain if "=" not in word and "sft_trainer" in word), ""), "a list of words")
+        return _of_words(plain, Path(), "a list of words")
     path = Path(source).expanduser() if isinstance(source, Path) or _is_path(source) else None
     text, name = (_text_of(path), str(path)) if path else (str(source), "text")
     if path and path.suffix in (".yaml", ".yml"):
@@ -69,15 +71,20 @@ def read_command(source: Any, *, command: int | str | None = None) -> Command:
         others = tuple(_named(at, one) for at, one in enumerate(commands) if at != number)
         return read._replace(suffix=_suffix(words, number), others=others)
     block, left = _block(text)
-    if not block and "sft_trainer" in text:
+    if not block:
+        _refuse_sft(text, name)
+        what = f"no verl command in {name}"
+        raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
+    return Command(_resolved(flat(block)), left, name)
+
+
+def _refuse_sft(text: str, name: str) -> None:
+    """Raise `SettingError` for a command of verl's SFT trainer."""
+    if "sft_trainer" in text:
         do = "take recipes.sft: wb.rows(data.train_files), max_tokens for data.max_length, engines.local(model.path, lr=optim.lr)"
         raise SettingError(
             f"verl's SFT trainer in {name}", expected="a command of its RL trainer", found="sft_trainer", do=do
         )
-    if not block:
-        what = f"no verl command in {name}"
-        raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
-    return Command(_resolved(flat(block)), left, name)
 
 
 def _chosen(commands: Sequence[_Statement], command: int | str | None, name: str) -> int:
