@@ -122,6 +122,8 @@ def test_rejection_sampling_in_one_pipeline(tiny: str, tmp_path: Path) -> None:
     assert len(s.batch) == 8 and s.what_if(loss_agg_mode="seq-mean-token-mean", updates=2).cosine > 0
     learnt = s.batch["loss_mask"].any(-1)
     assert torch.equal(learnt, s.batch["scored"] & (s.batch["reward"] >= 0.5) & s.batch["response_mask"].bool().any(-1))
+    single = s.fork().back(to="keep_best").replace("keep_best", k=1).run()
+    assert len(single.batch) == 4 and single.trace.metrics["actor/grad_norm"] > 0
     first = s.run().trace.metrics
     again = s.back(to="rollout").run().trace.metrics
     assert all(again[name] == one for name, one in first.items() if not name.startswith("timing"))
