@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from workbench.jobs.starter import find_notebook
 
             options.notebook = find_notebook(options.notebook)
-        return options.command(options)
+        return options.command(options) or 0
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
@@ -51,8 +51,14 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="workbench", description="A Jupyter-first bench for RL post-training.")
     parser.add_argument("--version", action="version", version=version())
-    commands = parser.add_subparsers(required=True, metavar="command")
-    train = commands.add_parser("train", help="run a notebook as a job")
+    group = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], help: str) -> argparse.ArgumentParser:
+        added = group.add_parser(name, help=help)
+        added.set_defaults(command=command)
+        return added
+
+    train = add("train", _train, "run a notebook as a job")
     train.add_argument("notebook", nargs="?", help="may be left out with --resume: the run knows its notebook")
     train.add_argument(
         "--resume", metavar="RUN", help="continue a job with its notebook and parameters; -p changes some"
@@ -63,38 +69,33 @@ def _parser() -> argparse.ArgumentParser:
         "--health", nargs="?", type=int, const=9464, metavar="PORT",
         help="serve http://localhost:PORT/health and /metrics (Prometheus) while it trains (default: 9464; 0: a free one)",
     )  # fmt: skip
-    train.set_defaults(command=_train)
-    check = commands.add_parser("check", help="check everything that can be refused before work starts; writes nothing")
+    check = add("check", _check, "check everything that can be refused before work starts; writes nothing")
     check.add_argument("notebook")
-    check.set_defaults(command=_check)
-    sweep = commands.add_parser("sweep", help="run a notebook as a job for every combination of parameters")
+    sweep = add("sweep", _sweep, "run a notebook as a job for every combination of parameters")
     sweep.add_argument("notebook")
     sweep.add_argument(
         "--run", default="runs/sweep", help="the sweep's folder (default: runs/sweep); the same again goes on"
     )
     sweep.add_argument("--jobs", type=int, default=1, help="jobs at a time (default: 1)")
-    sweep.set_defaults(command=_sweep)
-    new = commands.add_parser("new", help="write a notebook for your own data and reward, to edit and to run as a job")
+    new = add("new", _new, "write a notebook for your own data and reward, to edit and to run as a job")
     new.add_argument("target", metavar="NOTEBOOK")
     new.add_argument("--model", help="policy to start from (default: the tiny model that comes with workbench)")
     new.add_argument("--train-file", help="training rows (default: the tiny model's)")
-    new.set_defaults(command=_new)
     for command in (train, check, sweep):
         metavar = "NAME=VALUE" if command is not sweep else "NAME=VALUES"  # lr=1e-4,3e-4  seed=0..2  sizes=[1,2]
         command.add_argument("-p", "--parameter", action="append", default=[], metavar=metavar)
         command.add_argument("-f", "--file", help="parameters from a YAML or JSON file; -p overrides them")
         command.add_argument("-k", "--kernel", help="kernel name (default: the notebook's)")
-    _looking(commands)
-    _files(commands)
+    _looking(add)
+    _files(add)
     return parser
 
 
-def _looking(commands: Any) -> None:
+def _looking(add: Any) -> None:
     """Add the commands that show runs and dumps to the parser."""
-    runs = commands.add_parser("runs", help="print a table of runs with settings and results")
+    runs = add("runs", _runs, "print a table of runs with settings and results")
     runs.add_argument("folder", nargs="?", default="runs")
-    runs.set_defaults(command=_runs)
-    report = commands.add_parser("report", help="write a run as one HTML file that needs no network")
+    report = add("report", _report, "write a run as one HTML file that needs no network")
     report.add_argument("run", metavar="RUN")
     report.add_argument(
         "-o", "--output", help="default: report.html in the run folder; with --all: the folder `report` there"
@@ -102,17 +103,13 @@ def _looking(commands: Any) -> None:
     report.add_argument(
         "--all", action="store_true", help="a folder of pages instead, also of a folder of runs or a dump"
     )
-    report.set_defaults(command=_report)
-    view = commands.add_parser(
-        "view", help="look at a run, a folder of runs, or a dump in a browser, without a notebook"
-    )
+    view = add("view", _view, "look at a run, a folder of runs, or a dump in a browser, without a notebook")
     view.add_argument(
         "source", nargs="?", default="runs", metavar="RUN", help="also a folder or a dump (default: runs)"
     )
     view.add_argument("--port", type=int, default=0, help="default: a free one")
     view.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine reaches")
-    view.set_defaults(command=_view)
-    show = commands.add_parser("show", help="print a run, or the samples of a recorded step or of a dump, as text")
+    show = add("show", _show, "print a run, or the samples of a recorded step or of a dump, as text")
     show.add_argument("source", metavar="RUN", help="a run folder, or rollouts that verl or TRL dumped")
     show.add_argument("--step", type=int, help="a recorded step; without it the run itself, or all steps of a dump")
     show.add_argument("--order", default="worst", help="worst, best, surprising, index, or a column (default: worst)")
@@ -120,8 +117,7 @@ def _looking(commands: Any) -> None:
     show.add_argument("--search", default="", help="text that a sample must contain")
     show.add_argument("--row", type=int, help="one sample in full")
     show.add_argument("--tokens", metavar="NUMBER", help="with --row: its tokens and this number (advantage, kl, …)")
-    show.set_defaults(command=_show)
-    chat = commands.add_parser("chat", help="talk to a run's model, beside the one that it began with")
+    chat = add("chat", _chat, "talk to a run's model, beside the one that it began with")
     chat.add_argument("model", metavar="RUN", help="also a model's folder or name")
     chat.add_argument("--step", type=int, help="the checkpoint (default: the newest)")
     chat.add_argument("--alone", action="store_true", help="without the model that the run began with")
@@ -131,41 +127,35 @@ def _looking(commands: Any) -> None:
     chat.add_argument(
         "--keep", default="kept.jsonl", metavar="FILE", help="where /keep appends rows (default: kept.jsonl)"
     )
-    chat.set_defaults(command=_chat)
-    audit = commands.add_parser("audit", help="recompute what a run's traces hold, and print what disagrees")
+    audit = add("audit", _audit, "recompute what a run's traces hold, and print what disagrees")
     audit.add_argument("run")
-    audit.set_defaults(command=_audit)
 
 
-def _files(commands: Any) -> None:
+def _files(add: Any) -> None:
     """Add the commands that write notebooks and data, or check this machine, to the parser."""
-    notebooks = commands.add_parser("notebooks", help="write the notebooks, their data and tiny models into a folder")
+    notebooks = add("notebooks", _notebooks, "write the notebooks, their data and tiny models into a folder")
     notebooks.add_argument("folder", metavar="DIR")
-    notebooks.set_defaults(command=_notebooks)
-    translate = commands.add_parser("translate", help="say what becomes of a verl command, and write it as a notebook")
+    translate = add("translate", _translate, "say what becomes of a verl command, and write it as a notebook")
     translate.add_argument("source", metavar="FILE", help="a script or a YAML of settings")
     translate.add_argument("-o", "--output", metavar="NOTEBOOK", help="write the notebook that the command stands for")
     translate.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="another value")
     translate.add_argument("--without", action="append", default=[], metavar="KEY", help="leave a refused setting out")
     which = "which of several commands of a script: its number from 0, or its branch, backend=fsdp"
     translate.add_argument("--command", dest="which", metavar="WHICH", help=which)
-    translate.set_defaults(command=_translate, file=None)
-    doctor = commands.add_parser("doctor", help="check this machine, and whether workbench works on it")
+    translate.set_defaults(file=None)
+    doctor = add("doctor", _doctor, "check this machine, and whether workbench works on it")
     doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="these checks alone")
     doctor.add_argument("--without", nargs="+", default=[], metavar="CHECK", help="not these (ray, vllm …)")
     doctor.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, to attach to an issue")
-    doctor.set_defaults(command=_doctor)
-    parameters = commands.add_parser("parameters", help="list a notebook's parameters")
+    parameters = add("parameters", _parameters, "list a notebook's parameters")
     parameters.add_argument("notebook")
-    parameters.set_defaults(command=_parameters)
-    converter = commands.add_parser("convert", help="write a published data set as parquet in verl's schema")
+    converter = add("convert", _convert, "write a published data set as parquet in verl's schema")
     converter.add_argument("kind", help="gsm8k, math, geo3k, apps, taco, livecodebench, humaneval or mbpp")
     converter.add_argument("source", nargs="+", help="the data set's own files")
     converter.add_argument("target")
     converter.add_argument("--split", default="train")
     converter.add_argument("--instruction", help="stands after every question, in place of the kind's own")
     converter.add_argument("--tool", help="name of the tool with which an agent is to check its answer")
-    converter.set_defaults(command=_convert)
 
 
 def _parameters_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -201,8 +191,7 @@ def _train(options: argparse.Namespace) -> int:
             _say(note)
     if notebook is None:
         raise SettingError("nothing to train", expected="NOTEBOOK or --resume RUN")
-    more: dict[str, Any] = {"output": options.output, "kernel": options.kernel, "skip_look": options.skip_look}
-    more["health"] = options.health
+    more: dict[str, Any] = {name: getattr(options, name) for name in ("output", "kernel", "skip_look", "health")}
     result = run_notebook(notebook, parameters, **more, say=_say)
     if result.code != OK:
         _say(result.error)
@@ -234,55 +223,48 @@ def _sweep(options: argparse.Namespace) -> int:
     return ended.code
 
 
-def _new(options: argparse.Namespace) -> int:
+def _new(options: argparse.Namespace) -> None:
     from workbench.jobs.starter import new
 
     new(options.target, model=options.model, train_file=options.train_file, say=_say)
-    return 0
 
 
 def _text(frame: Any) -> str:
     return str(frame.to_string(na_rep="–", float_format=lambda value: f"{value:.4g}"))
 
 
-def _runs(options: argparse.Namespace) -> int:
+def _runs(options: argparse.Namespace) -> None:
     from workbench.replay.run import list_runs
 
     frame = list_runs(options.folder)
     _say(_text(frame) if len(frame) else "no runs")
-    return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from workbench.jobs.pages import write_folder
     from workbench.jobs.report import write_report
 
-    if options.all:
-        _say(write_folder(options.run, options.output)[1])
-        return 0
-    _say(str(write_report(options.run, options.output)))
-    return 0
+    written = write_folder(options.run, options.output)[1] if options.all else write_report(options.run, options.output)
+    _say(str(written))
 
 
-def _view(options: argparse.Namespace) -> int:
+def _view(options: argparse.Namespace) -> None:
     from workbench.jobs.viewer import view
 
     view(options.source, port=options.port, host=options.host, say=_say)
-    return 0
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     from workbench.jobs.pages import shown
 
     how = {"step": options.step, "order": options.order, "rows": options.rows, "search": options.search}
     _say(shown(options.source, row=options.row, colour=options.tokens, **how))
-    return 0
 
 
 _COMMANDS = "/again  /score [RIGHT ANSWER]  /keep [SIDE]  /clear  /quit; Ctrl+C stops an answer"
 
 
-def _chat(options: argparse.Namespace) -> int:
+def _chat(options: argparse.Namespace) -> None:
     """Talk in the terminal until its input ends; an answer is printed while it is sampled."""
     from workbench.replay.chat import chat
 
@@ -294,9 +276,9 @@ def _chat(options: argparse.Namespace) -> int:
             try:
                 line = input("you: ").strip()
             except EOFError:
-                return 0
+                return
             if line == "/quit":
-                return 0
+                return
             try:
                 _chatted(talk, line, options.keep)
             except WorkbenchError as error:
@@ -357,14 +339,13 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if found else 1
 
 
-def _notebooks(options: argparse.Namespace) -> int:
+def _notebooks(options: argparse.Namespace) -> None:
     from workbench.jobs.starter import write
 
     write(options.folder, _say)
-    return 0
 
 
-def _translate(options: argparse.Namespace) -> int:
+def _translate(options: argparse.Namespace) -> None:
     from workbench.compat.verl_command import parsed
     from workbench.jobs.verl_job import verl
 
@@ -373,22 +354,19 @@ def _translate(options: argparse.Namespace) -> int:
     if options.output:
         changes = {name: parsed(value) for name, value in _parameters_of(options).items()}
         _say(f"wrote {job.notebook(options.output, without=options.without, **changes)}")
-    return 0
 
 
-def _parameters(options: argparse.Namespace) -> int:
+def _parameters(options: argparse.Namespace) -> None:
     from workbench.jobs.parameters import table
 
     _say(table(options.notebook, {}))
-    return 0
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _convert(options: argparse.Namespace) -> None:
     from workbench.datasets.converters import convert
 
-    how = {"split": options.split, "instruction": options.instruction, "tool": options.tool}
+    how = {name: getattr(options, name) for name in ("split", "instruction", "tool")}
     _say(f"{convert(options.kind, options.source, options.target, **how)} rows in {options.target}")
-    return 0
 
 
 def _say(line: str) -> None:
