@@ -36,13 +36,6 @@ def is_hub_name(text: str) -> bool:
     return False
 
 
-def hub_address(name: str) -> str:
-    """Return the address of a model's repository."""
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{name}"
-
-
 def why(error: Exception, what: str = "model") -> tuple[str, str]:
     """Explain a failed request to the hub about a `what`; returns (what was found, what to do) for the error message."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError

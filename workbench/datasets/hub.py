@@ -39,11 +39,7 @@ class Named:
             expected = f"the hub's parquet export, or files of {', '.join(SUFFIXES)}"
             do = "a loading script is never run: name a data set that has files"
             raise DataError(f"data set {self.name!r}", expected=expected, found="none", do=do)
-        meant = {
-            key: files
-            for key, files in splits.items()
-            if self.part in ("", key, key.rpartition("/")[0], key.rpartition("/")[2])
-        }
+        meant = {key: files for key, files in splits.items() if self.part in ("", key, *key.rsplit("/", 1))}
         if not meant:
             raise DataError(unknown(f"config or split of {self.name}", self.part, splits))
         if len(meant) > 1:
@@ -89,11 +85,9 @@ def splits_of(names: Mapping[str, int]) -> dict[str, list[str]]:
         if path.suffix not in SUFFIXES or path.name in ABOUT:
             continue
         folders = [one for one in path.parent.parts if one != "data"]
-        stem, words = SHARD.sub("", path.stem), SPLIT.findall(path.stem.lower())
-        if stem != path.stem or words:
-            split = stem if stem != path.stem else words[-1]
-        else:
-            split = folders.pop() if folders else "train"
+        stem = SHARD.sub("", path.stem)
+        words = [stem] if stem != path.stem else SPLIT.findall(path.stem.lower())
+        split = words[-1] if words else folders.pop() if folders else "train"
         key = f"{'/'.join(folders) or 'default'}/{split}"
         found.setdefault(key, {}).setdefault(path.suffix, []).append(str(path))
     return {key: kinds[min(kinds, key=SUFFIXES.index)] for key, kinds in found.items()}

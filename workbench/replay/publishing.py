@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.base.errors import RunError, SettingError, WorkbenchError, first_line
 from workbench.base.files import MANIFEST
-from workbench.base.hub import hub_address, is_hub_name
+from workbench.base.hub import is_hub_name
 from workbench.base.shown import Shown, shown
 from workbench.engines.exporting import check_form, write_form
 from workbench.engines.local_engine.loading import resolve
@@ -87,6 +87,8 @@ class Publication(Shown):
 
 def publish(run: Any, name: str, how: Mapping[str, Any], asked: Mapping[str, Any]) -> Publication:
     """Upload a run's model with a card, as one commit: see `Run.publish`. `how` are the arguments of `save`, `asked` the others."""
+    from huggingface_hub.constants import ENDPOINT
+
     if not _NAME.fullmatch(name):
         raise SettingError("name of a repository", expected="owner/name", found=repr(name))
     dry = in_job() if asked["dry_run"] is None else asked["dry_run"]
@@ -100,7 +102,7 @@ def publish(run: Any, name: str, how: Mapping[str, Any], asked: Mapping[str, Any
         card = write_card(run, folder, name, asked["base"], how["form"])
         files = {one.name: one for one in sorted(folder.iterdir())}
         sizes = {one: path.stat().st_size for one, path in files.items()}
-        url = hub_address(name)
+        url = f"{ENDPOINT}/{name}"
         plan = Publication(repository=name, url=url, private=asked["private"], files=sizes, card=card)
         sys.stdout.write(f"{plan!r}\n")
         if dry:
