@@ -110,11 +110,9 @@ def recipe(settings: Mapping[str, Any]) -> str:
     lines = ["import workbench as wb", ""]
     for role, record in settings["engines"].items():
         kind = "fsdp" if record.get("ranks") else "local"
-        chosen, path = (
-            {key: one for key, one in record.items() if key not in ("path", "files_crc32")},
-            record.get("path", ""),
-        )
-        opened = _call(f"wb.engines.{kind}", resolve_name(f"workbench.engines:{kind}"), chosen, [repr(_place(path))])
+        chosen = {key: one for key, one in record.items() if key not in ("path", "files_crc32")}
+        first = [repr(_place(record.get("path", "")))]
+        opened = _call(f"wb.engines.{kind}", resolve_name(f"workbench.engines:{kind}"), chosen, first)
         lines.append(f"{role} = {opened}")
     lines += [f"rows = wb.rows({_place(settings['data'])!r})", "pipe = wb.Pipeline(", "    ["]
     for one in settings.get("pipeline", ()):

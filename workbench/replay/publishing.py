@@ -39,8 +39,8 @@ def save(run: Any, folder: str | Path, form: str, dtype: str | None, step: int |
         raise RunError(f"{folder} exists", expected="a new or an empty folder", found="files", do=do)
     target.parent.mkdir(parents=True, exist_ok=True)
     record = (run.settings.get("engines") or {}).get("actor", {})
+    base_dtype = str(record.get("base_dtype", "float32"))
     with _trained(run, step) as source:
-        base_dtype = str(record.get("base_dtype", "float32"))
         written(target, lambda staging: write_form(source, staging, form, dtype, target.name, base_dtype))
     return next(target.glob("*.gguf")) if form == "gguf" else Path(folder)
 
@@ -109,9 +109,8 @@ def publish(run: Any, name: str, how: Mapping[str, Any], asked: Mapping[str, Any
             return plan
         for one, path in files.items():
             if path.suffix in _TEXTS and token.encode() in path.read_bytes():
-                raise RunError(
-                    f"file {one} has the hub's token in it", do="take it out of the run's settings and texts"
-                )
+                do = "take it out of the run's settings and texts"
+                raise RunError(f"file {one} has the hub's token in it", do=do)
         return replace(plan, commit=_upload(plan, files, asked["update"]))
 
 
@@ -162,19 +161,14 @@ def _upload(plan: Publication, files: Mapping[str, Path], update: bool) -> str:
         there = api.model_info(name)
         held = {one.rfilename for one in there.siblings or ()} - {_GIT}
         if held and bool(there.private) != plan.private:
-            found = "private" if there.private else "public"
-            raise RunError(
-                f"{plan.url} is {found}", expected=f"private={plan.private}", do="change it there, or the argument"
-            )
+            what, do = f"{plan.url} is {'private' if there.private else 'public'}", "change it there, or the argument"
+            raise RunError(what, expected=f"private={plan.private}", do=do)
         if held and not update:
             do = "update=True adds one commit (earlier ones stay there), or take another name"
             raise RunError(f"{plan.url} exists", expected="a new repository", found=f"{len(held)} files", do=do)
         new = any(one.endswith(_WEIGHTS) for one in files)
         old = [one for one in held - files.keys() if new and "/" not in one and one.endswith(_WEIGHTS)]
-        parts: list[Any] = [
-            *(CommitOperationAdd(one, path) for one, path in files.items()),
-            *map(CommitOperationDelete, old),
-        ]
+        parts: list[Any] = [*map(CommitOperationAdd, files, files.values()), *map(CommitOperationDelete, old)]
         made = api.create_commit(name, parts, commit_message="Publish with workbench", parent_commit=there.sha)
         if bool(there.private) != plan.private:
             api.update_repo_settings(name, private=plan.private)

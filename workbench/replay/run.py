@@ -823,15 +823,9 @@ class Run(Shown):
         traces, rows = self.traces, self.rows
         batches = {step: traces[step].batch for step in sorted(traces)[-TRACES:]}
         audit = self.audit(last) if batches and len(batches[last := max(batches)]) <= AUDITED else None
-        found: dict[str, Any] = {"symptoms": self.symptoms, "settings": self.settings, "audit": audit}
-        return diagnosed(
-            gathered(
-                rows,
-                batches,
-                died=f"{goes_on(self.path)}, {updates.kept_until(self.path)}" if self.state == "died" else "",
-                **found,
-            )
-        )
+        died = f"{goes_on(self.path)}, {updates.kept_until(self.path)}" if self.state == "died" else ""
+        known: dict[str, Any] = {"symptoms": self.symptoms, "settings": self.settings, "audit": audit}
+        return diagnosed(gathered(rows, batches, died=died, **known))
 
     def history(self, prompt: Any) -> Any:
         """Show how one prompt's answers changed: its samples at every step or validation that drew it and kept them.

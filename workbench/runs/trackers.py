@@ -111,9 +111,8 @@ def _mlflow(run: Path, project: str, experiment: str) -> Tracker:
     """
     import mlflow
 
-    client = (
-        mlflow.MlflowClient()
-    )  # no run of a thread's: a training logs from another thread than the one that opened it
+    # no run of a thread's: a training logs from another thread than the one that opened it
+    client = mlflow.MlflowClient()
     opened = client.create_run(mlflow.set_experiment(project).experiment_id, run_name=experiment).info
     source = {"mlflow.sourceRun": opened.run_id}
 
@@ -166,12 +165,10 @@ def _trackio(run: Path, project: str, experiment: str) -> Tracker:
         return [{**mine, "input": span.input, "output": span.output}, *inner]
 
     def traces(samples: Sequence[Span], step: int) -> None:
-        found = [
-            trackio.Trace(
-                [*one.input, {"role": "assistant", "content": one.output}], dict(one.attributes), spans(one, "0")
-            )
-            for one in samples
-        ]
+        found = []
+        for one in samples:
+            chat = [*one.input, {"role": "assistant", "content": one.output}]
+            found.append(trackio.Trace(chat, dict(one.attributes), spans(one, "0")))
         opened.log({"samples": found}, step=step)
 
     def table(samples: Table, step: int) -> None:
@@ -224,14 +221,12 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise SettingError(unknown("tracker", name, TRACKERS))
-        there = (
-            default_trackers() if name == "tensorboard" else name in _WITHOUT_PACKAGE or importlib.util.find_spec(name)
-        )
+        if name == "tensorboard":
+            there, do = bool(default_trackers()), install("trackers")
+        else:
+            there, do = name in _WITHOUT_PACKAGE or bool(importlib.util.find_spec(name)), f"pip install {name}"
         if not there:
-            raise SettingError(
-                f"tracker {name!r} is not installed",
-                do=install("trackers") if name == "tensorboard" else f"pip install {name}",
-            )
+            raise SettingError(f"tracker {name!r} is not installed", do=do)
         check_packages("trackers", f"tracker {name!r}", (name,))
 
 
