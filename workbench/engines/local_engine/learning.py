@@ -137,12 +137,13 @@ class Optimizer:
         """The moments, in a temporary file, while nothing uses them."""
         _OPTIMIZERS.add(self)
 
-    def park(self) -> None:
-        """Keep large moments in a temporary file until they are used next."""
+    def park(self) -> bool:
+        """Keep large moments in a temporary file until they are used next; return whether they are large."""
         moments = self.in_memory()
-        if is_large(sum(tensor.nbytes for tensor in moments.values())):
+        if large := is_large(sum(tensor.nbytes for tensor in moments.values())):
             self._parked = Part(hold(moments, {}, StateFiles(()), None, disk=True))
             self._adam.state.clear()
+        return large
 
     def _unpark(self) -> None:
         """Read the moments back from the temporary file, where they are parked."""
@@ -355,9 +356,8 @@ _OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 @runtime.in_turn
 def park_moments() -> None:
     """Keep the large moments of all engines of this process in temporary files until they are used next."""
-    for optimizer in list(_OPTIMIZERS):
-        optimizer.park()
-    release()
+    if any([optimizer.park() for optimizer in list(_OPTIMIZERS)]):  # a list: each is parked
+        release()
 
 
 class Account:
