@@ -266,6 +266,31 @@ def test_two_settings_have_a_row_together(settings: dict[str, Any], kind: str) -
     ] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({"actor_rollout_ref.actor.optim.lr_decay_steps": 10}, {"exact"}),
+        (
+            {"actor_rollout_ref.actor.optim.lr_decay_steps": 10, "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"},
+            {"refused", "near"},
+        ),
+        ({"data.train_batch_size": 0, "actor_rollout_ref.actor.ppo_mini_batch_size": 32}, {"refused", "exact"}),
+        ({"reward.reward_model.enable_resource_pool": False}, {"hardware"}),
+        ({"actor_rollout_ref.rollout.calculate_log_probs": False}, {"near"}),
+        (
+            {
+                "algorithm.adv_estimator": "grpo",
+                "distillation.enabled": True,
+                "distillation.distillation_loss.use_task_rewards": False,
+            },
+            {"exact"},
+        ),
+    ],
+)  # fmt: skip
+def test_what_graders_of_verls_scripts_corrected(settings: dict[str, Any], kinds: set[str]) -> None:
+    assert {row.kind for row in account(Command(settings, {}, ""))} == kinds
+
+
 def test_a_setting_that_is_refused_with_others_is_counted_once_and_as_refused() -> None:
     key = "reward.reward_model.rollout.gpu_memory_utilization"
     given = {

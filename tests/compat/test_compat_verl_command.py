@@ -163,6 +163,37 @@ def test_a_script_is_read_as_its_own_values_lead(tmp_path: Path) -> None:
     assert "command=1 where BACKEND=megatron" in repr(verl(script))
 
 
+def test_a_probe_of_the_machine_is_read_as_a_machine_without_it_answers() -> None:
+    """`$(A && echo x || echo y)` is y; a value before the text's own leads elsewhere, as in a shell."""
+    text = f"""DEVICE=${{DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}}
+case "$DEVICE" in
+    gpu) BATCH=1024 ;;
+    npu) BATCH=16 ;;
+esac
+{MAIN} data.train_batch_size=$BATCH
+"""
+    assert read_command(text) == read_command(f"{MAIN} data.train_batch_size=1024")
+    assert read_command(f"DEVICE=npu\n{text}").settings == {"data.train_batch_size": 16}
+    unknown = text.replace("|| echo gpu", "")
+    assert read_command(unknown).undecided == ("DEVICE=gpu", "DEVICE=npu")
+    assert "not decided by its own values" in repr(verl(unknown))
+
+
+def test_quoted_pieces_over_several_lines_are_one_word() -> None:
+    text = f"MAP='{{a:1,'\\\n'b:2}}'\n{MAIN} \\\n  data.x=$MAP \\\n  # a comment\n  data.seed=1\n"
+    assert read_command(text).settings == {"data.x.a": 1, "data.x.b": 2, "data.seed": 1}
+
+
+def test_words_that_an_entry_point_does_not_run_are_no_command() -> None:
+    cut = f"{MAIN} data.seed=1\ndata.train_batch_size=8 data.shuffle=False\n"
+    assert read_command(cut).settings == {"data.seed": 1} and read_command(cut).others == ()
+
+
+def test_the_entry_point_of_one_step_off_training_is_a_setting() -> None:
+    job = verl("python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_files=a model=b")
+    assert [(row.becomes, row.kind) for row in job.rows if row.key == "trainer.scheduler"] == [("train(ahead)", "near")]
+
+
 @pytest.mark.slow
 @given(
     st.dictionaries(

@@ -35,12 +35,13 @@ actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | near unless null 0 | Local
 actor_rollout_ref.actor.optim.total_training_steps | near | — | the schedule is as long as the run
 actor_rollout_ref.actor.optim.{optimizer,name} | refused unless AdamW adamw adam | — | AdamW
 actor_rollout_ref.actor.optim.{min_lr_ratio,min_lr,min_lr_factor} | refused unless null 0 if decay | — | cosine goes down to 0
+{actor_rollout_ref.actor,critic}.optim.lr_decay_steps | refused unless null 0 if decay | — | the schedule is as long as the run
 actor_rollout_ref.actor.optim.lr_warmup_init | refused unless null 0 | — | a warm-up begins at 1/n of the rate
 actor_rollout_ref.actor.optim.num_cycles | refused unless null 0.5 | — | cosine is half a period
 actor_rollout_ref.actor.optim.optimizer_impl | refused unless torch.optim | — | torch's AdamW
 {actor_rollout_ref.actor,critic}.optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction,overlap_cpu_optimizer_d2h_h2d} | hardware | — | where the optimizer's state is
 {actor_rollout_ref.actor,critic}.optim.override_optimizer_config.use_precision_aware_optimizer | near | — | moments are float32 here
-{actor_rollout_ref.actor,critic}.optim.{eps,min_lr,min_lr_factor,lr_min,lr_start,lr_warmup_init,lr_decay_steps,lr_wsd_decay_steps,use_checkpoint_opt_param_scheduler,use_precision_aware_optimizer,use_layer_wise_distributed_optimizer} | refused unless null 0 False 1e-08 | — | AdamW with the settings of LocalSettings
+{actor_rollout_ref.actor,critic}.optim.{eps,min_lr,min_lr_factor,lr_min,lr_start,lr_warmup_init,lr_wsd_decay_steps,use_checkpoint_opt_param_scheduler,use_precision_aware_optimizer,use_layer_wise_distributed_optimizer} | refused unless null 0 False 1e-08 | — | AdamW with the settings of LocalSettings
 {actor_rollout_ref.actor,critic}.optim.{grad_clip,lr_decay_ratio} | refused unless null 1 | — | AdamW with the settings of LocalSettings
 {actor_rollout_ref.actor,critic}.optim.zero_indexed_step | refused unless null True | — | steps count from 0
 {actor_rollout_ref.actor,critic}.optim.{decay_type,weight_decay_incr_style,lr_wsd_decay_style} | refused unless null constant exponential | — | the schedule is constant or cosine, the weight decay constant
@@ -57,7 +58,7 @@ actor_rollout_ref.actor.shuffle | exact | Update(shuffle) |  | =
 actor_rollout_ref.actor.clip_ratio | near unless 0.2 | PolicyLoss.clip_ratio_low | low and high, where those are not given; in verl their own 0.2 outranks it, so that it alone has no effect there
 actor_rollout_ref.actor.{clip_ratio_low,clip_ratio_high,clip_ratio_c,tau_pos,tau_neg,entropy_coeff,loss_agg_mode,loss_scale_factor} | exact | PolicyLoss.* |  | =
 actor_rollout_ref.actor.policy_loss.tau_{pos,neg} | exact | PolicyLoss.* | sapo's
-actor_rollout_ref.{actor.calculate_entropy,rollout.calculate_log_probs} | exact | — | always
+actor_rollout_ref.{actor.calculate_entropy,rollout.calculate_log_probs} | near unless True | — | always
 actor_rollout_ref.actor.use_kl_loss | exact | PolicyLoss.kl_coef | on where it is not 0
 actor_rollout_ref.actor.kl_loss_coef | exact if actor_rollout_ref.actor.use_kl_loss | grpo(kl_coef) |  | =
 actor_rollout_ref.actor.kl_loss_type | exact if actor_rollout_ref.actor.use_kl_loss | PolicyLoss.kl_type |  | =
@@ -155,7 +156,7 @@ actor_rollout_ref.rollout.logprobs_mode | near | — | log-probs are at the temp
 actor_rollout_ref.rollout.{quantization*,qat*} | refused unless null | — | samples with the weights that are trained
 actor_rollout_ref.rollout.over_sample_rate | refused unless null 0 | — | no response is thrown away for being late
 actor_rollout_ref.rollout.tensor_model_parallel_size | hardware | VllmSettings.tensor_parallel_size |  | 1, where verl has 2
-actor_rollout_ref.rollout.{mode,router_config_path,gpu_memory_utilization,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size,enforce_eager,free_cache_engine,multi_stage_wake_up,layered_summon,load_format,max_num_batched_tokens,max_num_seqs,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,disable_log_stats,scheduling_policy,skip_tokenizer_init,full_determinism,limit_images,enable_sleep_mode,nnodes,n_gpus_per_node,micro_batch_size,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,checkpoint_engine.*,prometheus.*,trace.*,disaggregation.*,layer_name_map.*,moe_load_balance_metrics_interval} | hardware | — | how the sampler's server works
+actor_rollout_ref.rollout.{mode,router_config_path,gpu_memory_utilization,standalone_gpu_memory_utilization,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size,enforce_eager,free_cache_engine,multi_stage_wake_up,layered_summon,load_format,max_num_batched_tokens,max_num_seqs,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,disable_log_stats,scheduling_policy,skip_tokenizer_init,full_determinism,limit_images,enable_sleep_mode,nnodes,n_gpus_per_node,micro_batch_size,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,checkpoint_engine.*,prometheus.*,trace.*,disaggregation.*,layer_name_map.*,moe_load_balance_metrics_interval} | hardware | — | how the sampler's server works
 actor_rollout_ref.rollout.engine_kwargs.*.{kv_cache_dtype,kv_cache_config.dtype,attention_backend} | near | — | rounds otherwise
 actor_rollout_ref.rollout.engine_kwargs.*.{quantization*,hf_overrides*,*rope_scaling*,json_model_override_args*,context_length,*generation_config*} | refused unless null {} | — | samples with the model that is trained; its lengths and sampling are settings of their own
 actor_rollout_ref.rollout.engine_kwargs* | near | — | the sampler's server's own; not passed on
@@ -216,7 +217,7 @@ critic.ulysses_sequence_parallel_size | hardware | FsdpSettings.mesh | the mesh'
 data.train_files | exact | wb.rows(path) | files of rows
 data.val_files | exact | train(eval_rows) | held-out rows
 data.train_batch_size | exact | train(batch_size) | prompts, as in verl | 16, where verl has 1024
-data.gen_batch_size | near | train(batch_size) | dynamic sampling draws further batches of the step's size
+data.gen_batch_size | near | train(batch_size) | the step's size, also of further batches of dynamic sampling; fully asynchronous training takes 1 prompt at a time
 data.max_prompt_length | exact | wb.rows(max_prompt_length) |  | no limit, where verl has 512
 data.max_response_length | exact | grpo(max_tokens) |  | 128, where verl has 512
 data.seed | near | train(seed) | other draws than verl's | 0, where verl has none
@@ -273,7 +274,7 @@ trainer.project_name | hardware | train(project) | the project of the trackers; 
 trainer.experiment_name | hardware | train(run) | the run folder's name, without default_local_dir
 trainer.run_name | alias | trainer.experiment_name
 trainer.logger | hardware | train(trackers) | beside the run folder's own files; without those that are not installed
-trainer.scheduler | near unless sync null | train(ahead) | ahead=1: a step ahead at most
+trainer.scheduler | near unless sync null | train(ahead) | ahead=1: a step ahead at most; so is what one_step_off_policy.main_ppo runs
 trainer.v1.trainer_mode | near unless sync null | train(max_lag) | both asynchronous modes are one stream; a learner and a sampler with weights of their own
 trainer.v1.sampler.max_off_policy_threshold | near if async | train(max_lag) | verl counts the version that sampled a response and the one that learns from it: one less here
 trainer.v1.sampler.max_off_policy_strategy | near if async | train(stale) | drop: "cancel", which draws the same prompts again, where verl takes further ones; wait: "keep"
@@ -286,7 +287,7 @@ trainer.balance_batch | near | — | rows are balanced over ranks at each pass, 
 trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
 {reward_model,reward.reward_model}.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
 {reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
-reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code,nccl_timeout,megatron.*} | hardware | — | where and how the reward model runs
+{reward_model,reward.reward_model}.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code,nccl_timeout,megatron.*} | hardware | — | where and how the reward model runs
 {reward_model,reward.reward_model}.reward_loop_source | refused unless null register | rewards.RewardModel | pass open(reward=…)
 {reward_model,reward.reward_model}.{model.override_config*,rollout.engine_kwargs*} | refused unless null {} | rewards.RewardModel | the reward model as it is
 {reward_model,reward.reward_model}.load_weight | refused unless null True | rewards.RewardModel | weights are always loaded
@@ -519,6 +520,8 @@ def _cannot_be(key: str, name: str, value: Any, entry: TableEntry) -> str:
         return f"{unset}: give the value"
     if name in _CHOICES and value is not None and value not in list(_CHOICES[name]):
         return f"there is none of this name{_did_you_mean(str(value), _CHOICES[name])}"
+    if name == "data.train_batch_size" and value == 0:
+        return "of fully asynchronous training, which takes ppo_mini_batch_size · require_batches prompts: give these"
     return _unread(key, value) if entry.place == "reward_from" else ""
 
 
@@ -566,7 +569,7 @@ def _unread(key: str, value: Any) -> str:
 
 def _reward(values: Mapping[str, Any]) -> Iterator[SettingRow]:
     """Yield table rows on reward settings that cannot be honoured together, or not on this machine."""
-    block = reward_block(values)
+    block = {key: value for key, value in reward_block(values).items() if not _unread(key, value)}  # its row says it
     try:
         settings = read_block(block)
         lines = [*cannot(settings), *contradictions(settings)]
@@ -574,7 +577,7 @@ def _reward(values: Mapping[str, Any]) -> Iterator[SettingRow]:
         if settings.get("reward_manager.source", "register") == "register" and manager not in MANAGERS:
             lines.append(f"reward_manager.name={manager}: there is none of this name{_did_you_mean(manager, MANAGERS)}")
     except SettingError as error:
-        lines = [] if any(_unread(key, value) for key, value in block.items()) else [str(error)]  # its own row says it
+        lines = [str(error)]
     yield from (SettingRow("reward", "", "—", "refused", line) for line in lines)
 
 
@@ -602,7 +605,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[SettingRow]:
         (in_reward and values.get("algorithm.kl_penalty") == "full",
          "algorithm.kl_penalty + algorithm.use_kl_in_reward", "full, True", "—", "refused",
          "there is no such estimator, in verl neither"),
-        (method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1,
+        (method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1 and _is_rewarded(values),
          f"{named} + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near",
          'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'),
         (loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False,
@@ -619,6 +622,12 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[SettingRow]:
     yield from (SettingRow(*row) for holds, *row in cases if holds)
 
 
+def _is_rewarded(values: Mapping[str, Any]) -> bool:
+    """Return whether rewards reach the loss: not of distillation without task rewards."""
+    rewarded = values.get("distillation.distillation_loss.use_task_rewards", True)
+    return bool(rewarded or not values.get("distillation.enabled"))
+
+
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Yield (whether it is so, *row) for numbers that do not fit each other, such as a mini-batch larger than the batch."""
     mini, batch = values.get(f"{_ACTOR}.ppo_mini_batch_size"), values.get("data.train_batch_size")
@@ -628,7 +637,7 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     room = next((one for one in rooms if one is not None), None)
     key = f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size"
     why = "a mini-batch is a part of the batch; both count prompts"
-    yield _are_numbers(mini, batch) and mini > batch, key, f"{mini}, {batch}", "—", "refused", why
+    yield _are_numbers(mini, batch) and mini > batch > 0, key, f"{mini}, {batch}", "—", "refused", why
     key, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
     cut = _are_numbers(prompt, response, room) and prompt + response > room
     yield cut, key, f"{room}, {prompt} + {response}", "—", "refused", why

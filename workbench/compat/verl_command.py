@@ -42,6 +42,8 @@ class Command(NamedTuple):
     """`-0`, `-1`, …: the command's number, where another one of the text names its run alike, or neither has a name."""
     others: tuple[str, ...] = ()
     """The text's other commands: number, and the branch of an `if` or `case` that each stands in."""
+    undecided: tuple[str, ...] = ()
+    """Branches that the text's own values do not decide and that assign variables: all of them are read, in order."""
 
 
 def read_command(source: Any, *, command: int | str | None = None) -> Command:
@@ -64,12 +66,13 @@ def read_command(source: Any, *, command: int | str | None = None) -> Command:
     if path and path.suffix in (".yaml", ".yml"):
         return Command(_resolved(_of_yaml(path)), {}, name)
     commands = [one for one in _statements(text) if one.overrides is not None]
-    if commands:
+    named = [one for one in commands if any(map(_BEGINS.search, one.words))]
+    if commands := named or commands:  # words alone are a command where nothing else is
         number = _chosen(commands, command, name)
         words = [one.overrides or [] for one in commands]
         read = _of_words(words[number], path.parent if path else Path(), name)
         others = tuple(_named(at, one) for at, one in enumerate(commands) if at != number)
-        return read._replace(suffix=_suffix(words, number), others=others)
+        return read._replace(suffix=_suffix(words, number), others=others, undecided=commands[number].undecided)
     block, left = _block(text)
     if not block:
         _refuse_sft(text, name)
@@ -202,7 +205,8 @@ def _overrides(words: Sequence[str]) -> list[str] | None:
         if _BEGINS.search(word):
             rest = list(words[place + 1 :])
             redirect = next((number for number, one in enumerate(rest) if re.match(r"[12]?>", one)), len(rest))
-            return rest[:redirect]
+            ahead = ["trainer.scheduler=one_step_off"] if "one_step_off_policy.main_ppo" in word else []
+            return [*ahead, *rest[:redirect]]
     bare = [word for word in words if _WORD.match(word) and "." in word.partition("=")[0]]
     return list(words) if bare and len(bare) == len(words) else None
 
@@ -326,6 +330,8 @@ class _Statement(NamedTuple):
     """The conditions around it, `backend=fsdp`; "" where there are none."""
     taken: bool
     """False where the text's own values lead to another branch."""
+    undecided: tuple[str, ...]
+    """Branches before it that assign variables, and of which the text's own values do not say whether they are taken."""
 
     @property
     def overrides(self) -> list[str] | None:
@@ -355,7 +361,8 @@ def _raw_statements(text: str) -> Iterator[tuple[list[str], str]]:
     """
     text = re.sub(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:.*?\n)??[ \t]*\2(?=\n|$)", r"<< \2\3", text, flags=re.DOTALL)
     text = re.sub(r"\\[ \t]+#[^\n]*(?=\n|$)", r"\\", text.replace("\r\n", "\n"))
-    text = re.sub(r"\\[ \t]*\n(?:[ \t]*#[^\n]*\n)*", " ", text)
+    text = re.sub(r"(?<=\s)\\\n(?:[ \t]*#[^\n]*\n)*|\\[ \t]+\n(?:[ \t]*#[^\n]*\n)*", " ", text)
+    text = text.replace("\\\n", "")  # between two quoted pieces of one word
     words: list[str] = []
     word, place, array = "", 0, False
     while place < len(text):
@@ -455,6 +462,7 @@ class _Flow:
         self._frames: list[_Frame] = []
         self._text = _Shell()
         self._true, self._joined = 1.0, ""
+        self._undecided: dict[str, None] = {}
 
     @property
     def _shell(self) -> _Shell:
@@ -473,7 +481,10 @@ class _Flow:
         if ends == ";;" and self._frames:
             self._frames[-1].ended()
         branch = " and ".join(frame.label for frame in self._frames if frame.label)
-        return None if read is None else _Statement(read, branch, all(frame.now for frame in self._frames))
+        taken = min((frame.now for frame in self._frames), default=1)
+        if read is None and words and 0 < taken < 1:
+            self._undecided[branch] = None
+        return None if read is None else _Statement(read, branch, taken > 0, tuple(self._undecided))
 
     def _past(self, words: list[str], ends: str) -> list[str] | None:
         """Follow the keyword that a statement begins with, and return the words after it; None where it has none."""
@@ -629,7 +640,8 @@ class _Shell:
         if text.startswith("$(("):
             return self._arithmetic(text[3:-2])
         if text.startswith("$("):
-            return "." if text[2:-1].strip() == "pwd" else re.sub(r"\s+", "_", text)
+            choice = re.search(r"\|\|\s*echo\s+([\w.-]+)\s*\)$", text)  # of a probe: what a machine without it gives
+            return choice[1] if choice else "." if text[2:-1].strip() == "pwd" else re.sub(r"\s+", "_", text)
         body = text[2:-1] if text.startswith("${") else text[1:]
         expansion = re.fullmatch(r"(\w+)(:?[-=?+])?(.*)", body, re.DOTALL)
         if expansion is None:

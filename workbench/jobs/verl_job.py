@@ -62,6 +62,8 @@ class VerlJob:
     """Of the run folder: keeps it apart from that of the script's other commands."""
     others: tuple[str, ...] = ()
     """The script's other commands: number, and the branch that each stands in."""
+    undecided: tuple[str, ...] = ()
+    """The script's branches that assign variables and that its own values do not decide: all are read, in order."""
 
     @property
     def refused(self) -> tuple[SettingRow, ...]:
@@ -84,6 +86,7 @@ class VerlJob:
             table,
             f"verl's defaults that hold: {held}",
             *((f"not these commands of it: {'; '.join(self.others)}",) if self.others else ()),
+            *(f"not decided by its own values, so read with the rest: {branch}" for branch in self.undecided),
         )
 
     def __repr__(self) -> str:
@@ -110,7 +113,7 @@ class VerlJob:
             kept.pop(spelled.get(_MINI, _MINI), None)
             changes[_MINI] = max(1, round(min(mini, before) * batch / before))
         suffix = "" if _SHORT["run"] in changes else self.suffix
-        return _job(Command({**kept, **changes}, dict(self.left_out), self.source, suffix, self.others))
+        return _job(Command({**kept, **changes}, dict(self.left_out), self.source, suffix, self.others, self.undecided))
 
     def _key(self, name: str) -> str:
         if "." in name:
@@ -197,7 +200,7 @@ class VerlJob:
                 raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
         left = {key: value for key, value in self.left_out.items() if key not in without}
         kept = {key: value for key, value in self.settings.items() if key not in without}
-        job = _job(Command(kept, left, self.source, self.suffix, self.others)).with_settings(**changes)
+        job = _job(Command(kept, left, self.source, self.suffix, self.others, self.undecided)).with_settings(**changes)
         lines = [f"\n- {row.key}={row.value}: {row.why}" for row in job.refused if row.key not in without]
         if lines:
             do = "\nchange these, or leave them out by name: open(without=[…])"
@@ -250,7 +253,8 @@ def verl(source: Any, *, command: int | str | None = None) -> VerlJob:
 
 def _job(command: Command) -> VerlJob:
     rows = (_of_agents(row, command.settings) for row in account(command))
-    return VerlJob(command.settings, command.source, tuple(rows), command.left_out, command.suffix, command.others)
+    more = command.suffix, command.others, command.undecided
+    return VerlJob(command.settings, command.source, tuple(rows), command.left_out, *more)
 
 
 def _of_agents(row: SettingRow, settings: Mapping[str, Any]) -> SettingRow:
