@@ -154,7 +154,7 @@ def _policy_gradient(
     follows: list[Stage] = []
     if (every := given["ref_sync_steps"]) is not None:
         fits = bool(given["kl_coef"]) and given["reference"] is None and hasattr(engine, "twin")
-        expected = "kl_coef above 0, no reference of your own, and an engine of engines.local(…)"
+        expected = "kl_coef above 0, no reference of your own, and an engine of engines.local or engines.fsdp"
         require(fits, "what ref_sync_steps needs", expected=expected, found=given["reference"] or engine)
         given["reference"] = cast(Any, engine).twin()
         follows = [SyncReference(engine, given["reference"], steps=every, alpha=given["ref_mixup_alpha"])]
@@ -550,10 +550,8 @@ def distill(
     frozen = engine if alone else _frozen(engine, teacher)
     follows: list[Stage] = []
     if (every := teacher_sync_steps) is not None:
-        fits, what = alone and hasattr(engine, "twin"), "what teacher_sync_steps needs"
-        require(
-            fits, what, expected="teacher='self', an engine of engines.local(…)", found=engine if alone else teacher
-        )
+        fits, expected = alone and hasattr(engine, "twin"), "teacher='self', an engine of engines.local or engines.fsdp"
+        require(fits, "what teacher_sync_steps needs", expected=expected, found=engine if alone else teacher)
         frozen = cast(Any, engine).twin()
         follows = [SyncReference(engine, frozen, steps=every, alpha=teacher_update_rate)]
     top_k = 100 if hint and estimator == "full" and top_k is None and not policy_gradient else top_k

@@ -248,6 +248,34 @@ def test_two_grpo_steps_and_a_step_back_equal_the_local_engines(two: Group) -> N
     assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-4
 
 
+def test_a_reference_that_follows_the_policy_is_the_local_engines_and_is_resumed(two: Group, tmp_path: Path) -> None:
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
+    how: dict[str, Any] = {"batch_size": 2, "display": None, "save_freq": 1, "max_rollout_kl": None}
+
+    def pipe(sharded: bool) -> Any:
+        engine: Any = local("data/tiny-arith", device="cpu", lr=2e-4)
+        engine = Paired(fsdp("data/tiny-arith", on=two, device="cpu", lr=2e-4), engine) if sharded else engine
+        kit: dict[str, Any] = {"kl_coef": 0.1, "ref_sync_steps": 1, "ref_mixup_alpha": 0.5}
+        return wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=4, max_tokens=8, **kit)
+
+    here, there, again = pipe(False), pipe(True), pipe(True)
+    alone = wb.train_blocking(here, rows, steps=2, run=tmp_path / "here", **how)
+    run = wb.train_blocking(there, rows, steps=2, run=tmp_path / "there", **how)
+    assert run.rows[1]["actor/kl_loss"] == pytest.approx(alone.rows[1]["actor/kl_loss"], rel=1e-2)
+    reference, policy = there.learners()["reference"], there.learners()["actor"]
+    moved = here.learners()["reference"].snapshot()["weights"]
+    assert 0 < difference(reference.full_weights(), policy.full_weights())
+    assert difference(reference.full_weights(), moved) < 1e-4
+    wb.train_blocking(again, rows, steps=1, run=tmp_path / "again", **how)
+    resumed = pipe(True)
+    more = {"resume": "auto", "allow_changes": ["train.steps"]}
+    run = wb.train_blocking(resumed, rows, steps=2, run=tmp_path / "again", **how, **more)
+    assert difference(resumed.learners()["reference"].full_weights(), reference.full_weights()) == 0
+    adapted = fsdp("data/tiny-arith", on=two, device="cpu", lora_rank=2)
+    with pytest.raises(EngineError, match="LoRA"):
+        adapted.twin()
+
+
 # --- what goes wrong on one rank ----------------------------------------------------------------
 
 

@@ -422,6 +422,13 @@ class FsdpEngine(ModelEngine):
         copy._start = kept
         return copy
 
+    def _twin(self) -> FsdpEngine:
+        return self._copy()
+
+    def _mix(self, other: FsdpEngine, alpha: float) -> None:
+        self._trained = True
+        self._on("mix", other._name, alpha)
+
     # --- what it is -------------------------------------------------------------------------
 
     def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:

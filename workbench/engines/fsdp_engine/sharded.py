@@ -268,6 +268,13 @@ class ShardedModel:
             one.copy_(theirs[name]) if name in theirs else one.zero_()
 
     @torch.no_grad()
+    def mix(self, sibling: str, alpha: float) -> None:
+        """Move this rank's part of the weights towards that of the model named `sibling`: w ← (1 − α)·w + α·w_sibling."""
+        theirs = self._siblings[sibling].named
+        for name, mine in self.named.items():
+            mine.mul_(1 - alpha).add_(theirs[name], alpha=alpha)
+
+    @torch.no_grad()
     def weights(self, merged: bool = True) -> dict[str, torch.Tensor] | None:
         """Gather whole weights on rank 0's CPU, by Hugging Face names and with adapters merged; unless `merged`, the
         weights of `stored`. Other ranks get None."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -71,6 +71,10 @@ class ModelEngine(Rewinding):
     """Whether the weights are those of the path, as far as is known."""
     _copy: Callable[[], Any]
     """Another engine with the present weights."""
+    _twin: Callable[[], Any]
+    """Another engine with the present weights that can be moved (`mix`)."""
+    _mix: Callable[[Any, float], None]
+    """Moves all weights towards those of another engine."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str, head: bool, **switches: Any
@@ -136,6 +140,23 @@ class ModelEngine(Rewinding):
         if self._adapted:
             return FrozenModel(self, as_loaded=True, base=True)
         return FrozenModel(self._copy(), as_loaded=self.as_loaded())
+
+    def twin(self) -> Self:
+        """Make a second engine with a copy of these weights, such as a reference that follows the policy (`mix`); of a
+        sharded engine it is on the same ranks. Raises `EngineError` with LoRA, whose reference is the base model."""
+        if self._adapted:
+            do = "leave ref_sync_steps out, or train without LoRA"
+            raise EngineError("twin of an engine", expected="a model without LoRA", found="LoRA adapters", do=do)
+        twin: Self = self._twin()
+        return twin
+
+    def mix(self, other: Self, alpha: float) -> None:
+        """Move all weights towards those of the engine whose `twin` this is, w ← (1 − α)·w + α·w_other; the version rises
+        by one."""
+        self._mix(other, alpha)
+        self._last = self._since = None
+        self.state_id = new_id()
+        self.commit()
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -747,11 +768,7 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         critic = LocalEngine(model, self.tokenizer, settings, path=self.path, checked=self.selfcheck, head=head)
         return self._with_files(critic)
 
-    def twin(self) -> LocalEngine:
-        """Make a second engine with a copy of these weights, such as a reference that follows the policy (`mix`). Raises
-        `EngineError` with LoRA, whose reference is the base model."""
-        if self._adapted:
-            raise EngineError("twin of an engine", expected="a model without LoRA", found="LoRA adapters")
+    def _twin(self) -> LocalEngine:
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
         return self._with_files(LocalEngine(loading.duplicate(self._model), self.tokenizer, self._settings, **told))
 
@@ -762,13 +779,10 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         return copied
 
     @torch.no_grad()
-    def mix(self, other: LocalEngine, alpha: float) -> None:
-        """Move all weights towards those of another engine, w ← (1 − α)·w + α·w_other; the version rises by one."""
+    def _mix(self, other: LocalEngine, alpha: float) -> None:
+        self._source = None
         for mine, theirs in zip(self._model.parameters(), other._model.parameters(), strict=True):
             mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
-        self._last = self._since = self._source = None
-        self.state_id = new_id()
-        self.commit()
 
     def examine(self, every: bool = False) -> SelfCheck:
         """Compare ways of scoring and sampling with the model's own forward on a few tokens, and return those that give
