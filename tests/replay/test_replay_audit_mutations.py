@@ -25,7 +25,7 @@ import torch
 import workbench as wb
 from workbench import functional as F
 from workbench.agents import AgentLoopBase, HermesParser, ToolAgent, Transcript, TurnTokens, function_tool
-from workbench.stages import Advantage, Pipeline, TurnScores
+from workbench.stages import Advantage, Pipeline, TrlLoss, TurnScores, Update
 
 # --- slips ----------------------------------------------------------------------------------------
 
@@ -209,6 +209,17 @@ class Parts(AgentLoopBase):
         return found
 
 
+KIT = {"clip_ratio_c": 1.05, "use_bias_correction_kl": True, "off_policy_mask_threshold": 0.02}
+
+
+def trl(**settings: Any) -> Pipeline:
+    """GRPO's pipeline with TRL's loss."""
+    pipeline = grpo()
+    old: Any = pipeline["update_actor"]
+    loss = TrlLoss(kl_coef=0.05, entropy_coeff=0.01, delta=1.05, off_policy_mask_threshold=0.02, **settings)
+    return Pipeline([Update(old._learner, loss, ppo_mini_batch_size=2) if one is old else one for one in pipeline])
+
+
 PLAIN = {"sampling": None, "max_tokens": 12, "temperature": 1.5}
 PPO = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "critic_lr": 1e-2, "ppo_mini_batch_size": None}
 TRAININGS: dict[str, Callable[[], Pipeline]] = {
@@ -241,6 +252,11 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "turn scores": lambda: episodes(wb.recipes.grpo).insert_after("reward", TurnScores(final_weight=0.5)),
     "alone": lambda: estimated(F.rloo, singleton="verl"),
     "sequences": lambda: grpo(agent=Parts()),
+    "kit": lambda: changed(grpo(), update_actor=KIT),
+    "entropy target": lambda: grpo(ppo_mini_batch_size=None, entropy_target=9.0),
+    "trl": trl,
+    "trl rows": lambda: trl(loss_type="grpo", importance_sampling_level="sequence"),
+    "trl cispo": lambda: trl(loss_type="cispo", clip_ratio_high=1.02),
     "silence": lambda: made(wb.recipes.grpo, silent=True),
 }  # fmt: skip
 
@@ -309,6 +325,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
 FN, ST = "workbench.functional", "workbench.stages"
 ADV, LOSS, RET = f"{FN}.advantages", f"{FN}.losses", f"{FN}.returns"
 CORR, MASK, KL = f"{FN}.correction", f"{FN}.masking", f"{FN}.losses"
+TRL = f"{FN}.trl"
 UPD, MEA, BATCH = f"{ST}.update", f"{ST}.measures", "workbench.runs.batch_metrics"
 
 SLIPS = [
@@ -468,6 +485,22 @@ SLIPS = [
     Slip("formula", LOSS, "sapo", "x.advantages.sign()", "x.push.sign()", "sapo"),
     Slip("formula", ADV, "_leader", "torch.where(best, low, ranked)", "ranked", "pass@k"),
     Slip("formula", ADV, "_token_baseline", "1 - 2 * old.exp()", "1 - old.exp()", "token baseline"),
+    Slip("formula", TRL, "on_policy_rows", "> threshold", "< threshold", "kit"),
+    Slip("sign", TRL, "on_policy_rows", "sampled_log_probs.detach() - log_probs", "log_probs.detach() - sampled_log_probs", "kit"),
+    Slip("metric", UPD, "PolicyLoss._acting", "_mean(1 - near, mask)", "_mean(near, mask)", "kit"),
+    Slip("formula", UPD, "PolicyLoss.__call__", "weighted * near * chosen", "weighted * chosen", "kit"),
+    Slip("formula", UPD, "PolicyLoss.__call__", "each * trl.log_ratios(old, new, mask).exp()", "each", "kit"),
+    Slip("metric", UPD, "PolicyLoss.__call__", 'metrics["actor/kl_unweighted"] = _mean(each, mask)',
+         'metrics["actor/kl_unweighted"] = _mean(2 * each, mask)', "kit"),
+    Slip("metric", UPD, "PolicyLoss._measured", '_mean(outputs["entropy"], mask)', '_mean(2 * outputs["entropy"], mask)',
+         "entropy target"),
+    Slip("sign", TRL, "AdaptiveEntropy.update", "entropy <= self.target", "entropy > self.target", "entropy target"),
+    Slip("formula", TRL, "AdaptiveEntropy.weight", "if self.last <= self.target else 0.0", "", "entropy target"),
+    Slip("normaliser", TRL, "divided", "sums / mask.sum(-1).clamp(min=1)", "sums / mask.shape[-1]", "trl rows"),
+    Slip("formula", TRL, "log_ratios", 'if level == "sequence":', "if False:", "trl rows"),
+    Slip("clip", TRL, "trl_loss", "ratio.clamp(max=delta)", "ratio", "trl"),
+    Slip("clip", TRL, "trl_loss", "ratio.detach().clamp(max=clip_ratio_high)", "ratio.detach()", "trl cispo"),
+    Slip("formula", TRL, "reference_kl", "values * log_ratio.exp()", "values", "trl"),
     Slip("formula", LOSS, "Surrogate.weighted", "return self.loss * weights", "return self.loss", "token weights"),
 ]  # fmt: skip
 

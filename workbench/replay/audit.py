@@ -21,7 +21,7 @@ from workbench.base.errors import WorkbenchError
 from workbench.base.shown import Shown
 from workbench.datasets.rows import shuffled
 from workbench.engines.local_engine.loading import open_tokenizer
-from workbench.replay import audit_advantages, audit_losses, audit_stages
+from workbench.replay import audit_advantages, audit_correction, audit_losses, audit_stages
 from workbench.replay import audit_formulas as slow
 from workbench.replay.audit_formulas import AuditView, Claim, Claims, Left, Lists
 from workbench.steps.trace import Phase, Trace
@@ -47,7 +47,7 @@ FORMULAS: Mapping[str, Callable[[AuditView], Claims]] = {
     "values": audit_stages.values,
     "exact_kl": audit_stages.exact_kl,
     "influence": audit_stages.influence,
-    "rollout_correction": audit_losses.correction,
+    "rollout_correction": audit_correction.correction,
 }
 """A stage's name, or a setting that only its kind has → its formulas."""
 UNREAD = {
@@ -283,6 +283,8 @@ def _phase(found: _Findings, views: Sequence[AuditView], number: int, phase: Pha
     found.unread([*phase.wrote, *view.metrics], spoken)
     if "value" in state and "kl_controller" in phase.settings:
         found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
+    if "entropy_coeff" in state:
+        found.compare(phase.stage, audit_losses.bonus(view), view.after, {"bonus": state["entropy_coeff"]})
 
 
 def _formulas(phase: Phase) -> Callable[[AuditView], Claims] | None:

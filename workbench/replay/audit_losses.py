@@ -1,4 +1,4 @@
-"""The second reading of updates: rollout correction as verl has it, losses, clipping and KL, token by token.
+"""The second reading of updates: losses, clipping and KL, token by token.
 
 As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`. A row's own log-probs of its
 last pass are recorded (`new_log_probs`), and those of the passes before (`new_log_probs/1`, …), so that an update is recomputed whole.
@@ -7,13 +7,12 @@ Of a run that was recorded without them only the last pass's `clipped` is.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import pstdev, stdev
 from typing import Any
 
+from workbench.replay.audit_correction import corrected
 from workbench.replay.audit_formulas import (
     HALF,
     MODEL,
@@ -39,216 +38,6 @@ from workbench.replay.audit_formulas import (
     size,
 )  # fmt: skip
 from workbench.replay.audit_stages import log_prob
-
-
-def correction(v: AuditView) -> Claims:
-    """Recompute what the rollout correction stage writes: importance weights, rejected tokens, and the metrics of how
-    far trainer and sampler are apart.
-    """
-    if v.setting("bypass_mode"):
-        yield Claim("old_log_probs", v.after["rollout_log_probs"], "bypass: the sampler's", near=0.0)
-    else:
-        yield from corrected(v, "old_log_probs", "", whole=True)
-
-
-def corrected(v: AuditView, column: str, prefix: str, *, whole: bool) -> Claims:
-    """Recompute weights, rejections and metrics that follow from the trainer's log-probs in `column`.
-
-    `prefix` begins the names of the correction's settings. `whole` is false where the log-probs come from several
-    mini-batches, whose metrics cannot be recomputed.
-    """
-    b, mask = v.after, v.after.mask
-    trainer, sampler = b.own(column), b.own("rollout_log_probs")
-    logs = each(gap, trainer, sampler)
-    claims = _off_policy(trainer, sampler, logs)
-    if v.setting(f"{prefix}rollout_is"):
-        claims = itertools.chain(claims, _weights(v, logs, mask, prefix))
-    if v.setting(f"{prefix}rollout_rs"):
-        claims = itertools.chain(claims, _rejections(v, logs, mask, prefix))
-    normalised = ("_is_weights", "_norm_factor") * bool(v.setting(f"{prefix}rollout_is_batch_normalize"))
-    of_parts = ("_std", "_sample_size", *normalised)
-    for claim in claims:
-        if prefix and claim.name.endswith(of_parts):
-            yield Left(claim.name, "of each micro-batch, and their cut is not recorded")
-        elif whole or isinstance(claim.value, list):
-            yield claim
-        else:
-            yield Left(claim.name, "computed in several mini-batches")
-
-
-def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Claim]:
-    """Recompute verl's diagnostics of trainer against sampler log-probs: perplexities, KL, χ². A row without tokens has
-    log-perplexity 0.
-    """
-    each_log = flat(logs)
-    if not each_log:
-        return
-    mine, theirs = [-mean(row) for row in trainer], [-mean(row) for row in sampler]
-    gaps, sums = [x - y for x, y in zip(mine, theirs, strict=True)], [clamp(math.fsum(row), -20, 20) for row in logs]
-    metrics = {
-        "training_ppl": mean([math.exp(x) for x in mine]),
-        "training_log_ppl": mean(mine),
-        "rollout_ppl": mean([math.exp(x) for x in theirs]),
-        "rollout_log_ppl": mean(theirs),
-        "kl": -mean(each_log),
-        "k3_kl": mean([math.expm1(x) - x for x in each_log]),
-        "log_ppl_diff": mean(gaps),
-        "log_ppl_abs_diff": size(gaps),
-        "log_ppl_diff_max": max(gaps),
-        "log_ppl_diff_min": min(gaps),
-        "ppl_ratio": mean([math.exp(x) for x in gaps]),
-        "chi2_token": mean([math.expm1(2 * clamp(x, -20, 20)) for x in each_log]),
-        "chi2_seq": mean([math.expm1(2 * x) for x in sums]),
-    }
-    rough = {"k3_kl": size(each_log), "kl": size(each_log), "chi2_token": size(each_log), "chi2_seq": size(sums)}
-    for name, value in metrics.items():
-        noise = rough.get(name, max(map(abs, (*mine, *theirs))) if "diff" in name else 1.0)
-        yield Claim(f"rollout_corr/{name}", value, "verl's off-policy diagnostics", noise)
-
-
-def _band(given: Any) -> tuple[float | None, float]:
-    """Parse a threshold into (lower bound or None, upper bound): 2.0, (0.5, 2.0), "2.0" or "0.5_2.0"."""
-    parts = given.split("_") if isinstance(given, str) else given if isinstance(given, tuple | list) else [given]
-    return (float(parts[0]) if len(parts) > 1 else None), float(parts[-1])
-
-
-def _share(name: str, flags: Sequence[bool | None], formula: str) -> Claim:
-    unsure = mean([HALF * (one is None) for one in flags])
-    return Claim(name, mean(list(map(share, flags))), formula, 1 + unsure)
-
-
-def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:
-    return Claim(name, pstdev(values) if len(values) > 1 else 0.0, formula, 1 + max(map(abs, values), default=0.0))
-
-
-def _weights(v: AuditView, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
-    """Recompute the importance weights, of tokens or of whole rows; a row's weight is the product over its own tokens."""
-    lower, upper = _band(v.setting(f"{prefix}rollout_is_threshold"))
-    whole, sums = v.setting(f"{prefix}rollout_is") == "sequence", list(map(math.fsum, logs))
-    exponents = [[total] * len(row) for row, total in zip(logs, sums, strict=True)] if whole else logs
-    raw = each(lambda x: math.exp(clamp(x, -20, 20)), exponents)
-    kept = each(lambda x: min(x, upper) if lower is None else x * (lower <= x <= upper), raw)
-    if not flat(kept):
-        return
-    factor = 1.0
-    if v.setting(f"{prefix}rollout_is_batch_normalize"):
-        found = mean(list(map(mean, filter(None, kept)))) if whole else mean(flat(kept))
-        factor = found if found > 1e-8 else 1.0
-        yield Claim("rollout_corr/rollout_is_batch_norm_factor", factor, "mean weight of tokens, or of rows", 1.0)
-    made = placed(each(lambda x: x / factor, kept), mask)
-    yield Claim("rollout_is_weights", made, "trainer over sampler, truncated or in the band", 20.0)
-    of_rows = each(lambda x: math.exp(min(x, 20)), [sums])[0]
-    yield from _of_weights("rollout_corr/rollout_is", raw, kept, of_rows if whole else None, (lower, upper))
-
-
-def _of_weights(p: str, raw: Ragged, kept: Ragged, of_rows: list[float] | None, band: Any) -> Iterator[Claim]:
-    """Recompute verl's statistics of the importance weights. The largest and smallest of rows are those before
-    truncation.
-    """
-    tokens, rows, (lower, upper) = flat(kept), list(map(mean, kept)), band
-    low = 1 / upper if lower is None else lower
-    ratios, extremes = (flat(raw), tokens) if of_rows is None else (of_rows, of_rows)
-    high_of, low_of = each(lambda x: beyond(x, upper), [ratios]), each(lambda x: beyond(-x, -low), [ratios])
-    yield averaged(f"{p}_mean", tokens, "mean weight of own tokens", 20 * size(tokens))
-    yield Claim(f"{p}_max", max(extremes), "largest weight; of rows untruncated", 20 * max(extremes))
-    yield Claim(f"{p}_min", min(extremes), "smallest weight; of rows untruncated", 20.0)
-    yield _share(f"{p}_ratio_fraction_high", high_of[0], "share of ratios above")
-    yield _share(f"{p}_ratio_fraction_low", low_of[0], "share of ratios below")
-    if lower is not None:
-        out = each(lambda x: either(beyond(x, upper), beyond(-x, -lower)), raw)
-        yield _share(f"{p}_oob_ratio", flat(out), "share of tokens outside the band")
-    yield _deviation(tokens, f"{p}_std", "deviation of the weights")
-    squares = mean(flat(each(lambda x: x * x, kept)))
-    yield Claim(f"{p}_eff_sample_size", mean(tokens) ** 2 / squares if squares else 0.0, "(mean w)² / mean w²", 20.0)
-    yield from _of_rows(f"{p}_seq", rows, "rows' mean weights", 20.0)
-    yield Claim(f"{p}_seq_max_deviation", max(abs(x - 1) for x in rows), "largest |row's mean weight − 1|", 20.0)
-    means = list(map(mean, raw))
-    yield _share(f"{p}_seq_fraction_high", each(lambda x: beyond(x, upper), [means])[0], "share of rows above")
-    yield _share(f"{p}_seq_fraction_low", each(lambda x: beyond(-x, -low), [means])[0], "share of rows below")
-
-
-def _of_rows(p: str, rows: list[float], what: str, noise: float) -> Iterator[Claim]:
-    top = max(map(abs, rows))
-    yield averaged(f"{p}_mean", rows, f"mean of {what}", noise * (1 + top))
-    yield Claim(f"{p}_std", stdev(rows) if len(rows) > 1 else 0.0, f"deviation of {what} (n − 1)", noise * (1 + top))
-    yield Claim(f"{p}_max", max(rows), f"largest of {what}", noise * (1 + top))
-    yield Claim(f"{p}_min", min(rows), f"smallest of {what}", noise * (1 + top))
-
-
-def _kinds(v: AuditView, prefix: str) -> dict[str, Any]:
-    """Map each kind of rejection to its threshold, read from a mapping or from verl's two comma-separated texts."""
-    kinds, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
-    if not isinstance(kinds, str):
-        return dict(kinds)
-    names = [one.strip() for one in kinds.split(",")]
-    parts = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
-    return dict(zip(names, parts * len(names) if len(parts) == 1 else parts, strict=True))
-
-
-_STATISTICS: dict[str, Any] = {
-    "k1": lambda x: -clamp(x, -20, 20),
-    "k2": lambda x: clamp(x, -20, 20) ** 2 / 2,
-    "k3": lambda x: math.expm1(clamp(x, -20, 20)) - clamp(x, -20, 20),
-}
-_OVER: dict[str, Any] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lambda row: max(row, default=0.0)}
-
-
-def _rejections(v: AuditView, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
-    """Recompute which tokens and rows the loss leaves out.
-
-    k1 = −log r must lie between the logarithms of the two bounds; k2 and k3 must not exceed one bound.
-    """
-    out: list[list[bool | None]] = each(lambda _: False, logs)
-    for kind, bound in _kinds(v, prefix).items():
-        lower, upper = _band(bound)
-        level, _, k = kind.rpartition("_")
-        if k == "k1":
-            lower, upper = math.log(1 / upper if lower is None else lower), math.log(upper)
-        stat = each(_STATISTICS[k], logs)
-        if level in _OVER:
-            stat = [[_OVER[level](row)] * len(row) for row in stat]
-        high = each(lambda x, at=upper: beyond(x, at), stat)
-        low = each(lambda x, at=lower: at is not None and beyond(-x, -at), stat)
-        mine = each(either, high, low)
-        yield from _of_kind(
-            f"rollout_corr/rollout_rs_{kind}", level not in _OVER, stat, (high, low, mine), (lower, upper)
-        )
-        out = each(either, out, mine)
-    kept = placed(each(lambda x: None if x is None else float(not x), out), mask)
-    if "loss_mask" in v.before:
-        kept = each(lambda x, inside: x if inside else 0.0, kept, v.before["loss_mask"])
-    yield Claim("loss_mask", kept, "the response mask (or the loss mask before) without rejected tokens")
-    yield _share("rollout_corr/rollout_rs_masked_fraction", flat(out), "share of own tokens rejected")
-    rows = list(map(_any, out))
-    yield _share("rollout_corr/rollout_rs_seq_masked_fraction", rows, "share of rows with a rejected token")
-
-
-def _any(flags: Sequence[bool | None]) -> bool | None:
-    return True if any(flags) else None if None in flags else False
-
-
-def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> Iterator[Claim]:
-    """Recompute verl's statistics of one kind of rejection."""
-    (high, low, out), (lower, upper) = flags, bounds
-    tokens, rows = flat(stat), [mean(row) for row in stat if row]
-    if not tokens:
-        return
-    here = tokens if tokenwise else rows
-    yield averaged(f"{p}_mean", tokens, "mean over own tokens", 1 + size(tokens))
-    yield Claim(f"{p}_max", max(here), "the largest", 1 + abs(max(here)))
-    yield Claim(f"{p}_min", min(here), "the smallest", 1 + abs(min(here)))
-    ends = (flat(high), flat(low)) if tokenwise else ([row[0] for row in high if row], [row[0] for row in low if row])
-    yield _share(f"{p}_fraction_high", ends[0], "share above")
-    yield _share(f"{p}_fraction_low", ends[1], "share below")
-    yield _deviation([clamp(x, lower or 0.0, upper) for x in tokens], f"{p}_std", "deviation within the bounds")
-    yield _share(f"{p}_masked_fraction", flat(out), "share of own tokens rejected")
-    yield _share(f"{p}_seq_masked_fraction", [_any(row) for row in out if row], "share of rows with a rejected token")
-    yield from _of_rows(f"{p}_seq", rows, "rows", 1.0)
-    yield Claim(f"{p}_seq_max_deviation", max(map(abs, rows)), "largest |row|", 1 + max(map(abs, rows)))
-    yield _share(f"{p}_seq_fraction_high", [beyond(x, upper) for x in rows], "share of rows above")
-    if lower is not None:
-        yield _share(f"{p}_seq_fraction_low", [beyond(-x, -lower) for x in rows], "share of rows below")
-
 
 Masks = list[list[int]]
 UNKNOWN = "mini-batches are skipped, or passes before the last are not recorded"
@@ -282,7 +71,6 @@ def update(v: AuditView) -> Claims:
         "BradleyTerry": _preferences,
         "Divergence": _distilled,
         "Preference": _preferred,
-        "TrlLoss": _beside_trl,
     }.get(str(v.settings.get("loss")), _policy)(v, role)
     for name in term_metrics(v.settings, v.metrics, role):
         if v.settings[f"{name}.loss"] == "Divergence" and v.settings.get("loss") != "Divergence":
@@ -414,11 +202,16 @@ def _critic(v: AuditView, role: str) -> Claims:
         yield Claim(f"{role}/loss", v.metrics[f"{role}/vf_loss"], "vf_loss")
 
 
-def _supervised(v: AuditView, role: str) -> Claims:
-    """Recompute the cross-entropy loss, from the recorded log-probs of the pass itself."""
+def _own_log_probs(v: AuditView) -> Claims:
+    """Check what is known of the log-probs of each pass without the model."""
     for name in ("new_log_probs", *_earlier(v)):
         yield Left(name, MODEL)
         yield from bounded(v.after, name)
+
+
+def _supervised(v: AuditView, role: str) -> Claims:
+    """Recompute the cross-entropy loss, from the recorded log-probs of the pass itself."""
+    yield from _own_log_probs(v)
     if (cut := minis(v, role)) is None:
         for name in ("loss", "nll"):
             yield Left(f"{role}/{name}", UNKNOWN)
@@ -437,9 +230,7 @@ def _distilled(v: AuditView, role: str) -> Claims:
     """Recompute the distillation loss and its metrics, from the recorded divergences of the pass itself, and these from
     the log-probs where the sampled token alone decides them.
     """
-    for name in ("new_log_probs", *_earlier(v)):
-        yield Left(name, MODEL)
-        yield from bounded(v.after, name)
+    yield from _own_log_probs(v)
     mask, mode, kind = counted_tokens(v.after), v.setting("loss_agg_mode"), str(v.setting("estimator"))
     kind = "k1+" if kind == "sampled" else kind
     if kind == "full":
@@ -466,8 +257,7 @@ def _distilled(v: AuditView, role: str) -> Claims:
 
 def _preferred(v: AuditView, role: str) -> Claims:
     """Recompute TRL's metrics of preference pairs from the log-probs of the pass itself, and the loss where it is DPO's."""
-    yield Left("new_log_probs", MODEL)
-    yield from bounded(v.after, "new_log_probs")
+    yield from _own_log_probs(v)
     names = (
         "rewards/chosen",
         "rewards/rejected",
@@ -516,18 +306,10 @@ def _preferences(v: AuditView, role: str) -> Claims:
         yield averaged(f"{role}/{name}", values, f"Bradley–Terry: {name}, the mean over pairs", 1 + size(rewards))
 
 
-_OF_TRL = {"use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_target"}
-"""Settings of a policy loss that are recorded where they are used."""
-
-
 def _policy(v: AuditView, role: str) -> Claims:
-    if _OF_TRL & v.settings.keys():
-        yield from _beside_trl(v, role)
-        return
-    b, mask, mode, cut = v.after, counted_tokens(v.after), str(v.setting("loss_mode")), minis(v, role)
-    for name in ("new_log_probs", *_earlier(v)):
-        yield Left(name, MODEL)
-        yield from bounded(b, name)
+    b, mask, cut = v.after, counted_tokens(v.after), minis(v, role)
+    mode = _mode(v)
+    yield from _own_log_probs(v)
     kept, sampler = mask, any(name.startswith("bypass.") for name in v.settings)
     yield from _first_step(v, cut)
     if sampler:  # weights and rejection come from this pass's own log-probs
@@ -535,7 +317,8 @@ def _policy(v: AuditView, role: str) -> Claims:
         yield from corrected(v, "new_log_probs", "bypass.", whole=cut is not None and len(cut) == 1)
     names = ("rollout_log_probs" if sampler else "old_log_probs", "new_log_probs", "advantages")
     tokens = [_row(mode, v, rows) for rows in zip(*(_of_steps(v, cut, name, kept) for name in names), strict=True)]
-    flags = placed(each(lambda x: either(x[1], x[2]), tokens[-len(kept) :]), kept, False)
+    flags = each(lambda x: x[1] if mode in _TRL else either(x[1], x[2]), tokens[-len(kept) :])
+    flags = placed(flags, kept, False)
     if mode == "kl_cov":
         yield Left("clipped", "kl_cov chooses in each micro-batch")
     elif mode == "clip_cov":
@@ -545,17 +328,56 @@ def _policy(v: AuditView, role: str) -> Claims:
     yield from _of_minis(v, role, cut, tokens, (mask, kept))
     if v.setting("kl_coef"):
         yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
+    yield from _adaptive(v, role, cut, mask)
     yield _whole_loss(v, role, cut, mask)
 
 
-def _beside_trl(v: AuditView, role: str) -> Claims:
-    """Leave what a `TrlLoss` or TRL's settings of a `PolicyLoss` write: a test holds their formulas beside TRL's."""
-    for name in ("new_log_probs", *_earlier(v)):
-        yield Left(name, MODEL)
-        yield from bounded(v.after, name)
-    named = ("loss", "pg_", "ppo_", "kl_", "entropy_", "off_policy_", "top_entropy_", "policy_entropy")
-    for name in ("clipped", *(one for one in v.metrics if one.removeprefix(f"{role}/").startswith(named))):
-        yield Left(name, "TRL's loss, which a test holds beside TRL")
+_TRL = {
+    **{f"trl {name}": "rows of token means" for name in ("grpo", "sapo")},
+    **{f"trl {name}": "token-mean" for name in ("bnpo", "dapo", "cispo", "vespo")},
+    "trl dr_grpo": "rows times longest",
+    "trl luspo": "rows",
+}
+"""A `TrlLoss`'s mode → what its token losses are divided by; rows without a token count."""
+
+
+def _mode(v: AuditView) -> str:
+    """Return the name of the loss: verl's, or "trl <loss_type>"."""
+    return f"trl {v.settings['loss_type']}" if "loss_type" in v.settings else str(v.setting("loss_mode"))
+
+
+def _adaptive(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claims:
+    """Recompute the metrics of an adaptive entropy bonus, where one optimizer step was taken."""
+    names = (f"{role}/policy_entropy", f"{role}/entropy_coeff")
+    if v.setting("entropy_target") is None or cut is None or len(cut) > 1:
+        for name in names:
+            yield Left(name, LATER)
+        return
+    if "entropys" in v.after and v.setting("top_entropy_quantile", 1.0) == 1:
+        yield averaged(names[0], flat(v.after.own("entropys", mask)), "mean entropy of own tokens", 100.0)
+    else:
+        yield Left(names[0], MODEL)
+    if v.state is None and v.step != 1:
+        yield Left(names[1], "the state of the stage before the step was not kept")
+        return
+    weight, last = _bonus(v)
+    used = 0.0 if last is None or last > v.setting("entropy_target") else weight
+    yield Claim(names[1], used, "the adapted weight where the last entropy was at most the target, else 0")
+
+
+def _bonus(v: AuditView) -> tuple[float, float | None]:
+    """Return weight and last entropy of an adaptive bonus before the step, by default as it begins."""
+    state = v.state or {}
+    return state.get("entropy_coeff", v.setting("entropy_coeff")), state.get("last_entropy")
+
+
+def bonus(v: AuditView) -> Claims:
+    """Recompute the weight of an adaptive entropy bonus after the optimizer step: up where the entropy is at most the target."""
+    if (cut := minis(v, "actor")) is not None and len(cut) == 1 and (v.state or v.step == 1):
+        up = v.metrics["actor/policy_entropy"] <= v.setting("entropy_target")
+        moved = _bonus(v)[0] + v.setting("entropy_delta", 0.005) * (1 if up else -1)
+        ends = v.setting("entropy_coeff_min", 0.0), v.setting("entropy_coeff_max", 1.0)
+        yield Claim("bonus", clamp(moved, *ends), "c ± entropy_delta, within its bounds", near=1e-9)
 
 
 def _first_step(v: AuditView, cut: list[Sequence[int]] | None) -> Claims:
@@ -568,11 +390,46 @@ def _first_step(v: AuditView, cut: list[Sequence[int]] | None) -> Claims:
 
 def _row(mode: str, v: AuditView, rows: Any) -> list[Token]:
     """Compute loss, clip flags and KL term of each token of one row."""
-    return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
+    return (
+        [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
+        if mode not in _TRL
+        else _trl_row(mode, v, rows)
+    )
 
 
-def _whole_loss(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim:
-    factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
+def _trl_row(mode: str, v: AuditView, rows: Any) -> list[Token]:
+    """Compute TRL's loss of each token of one row; there is no dual clip but δ, and none with cispo and sapo."""
+    low, high, delta = 1 - v.setting("clip_ratio_low"), 1 + v.setting("clip_ratio_high"), v.setting("delta")
+    top, found, kind = math.inf if delta is None else delta, [], mode.removeprefix("trl ")
+    for log, new, adv in zip(_trl_logs(v, *rows[:2]), rows[1], rows[2], strict=True):
+        ratio = math.exp(log)
+        flags: tuple[bool | None, bool | None] = False, False
+        if kind == "cispo":
+            cap = v.setting("clip_ratio_high")
+            loss, flags = -min(ratio, cap) * adv * new, (beyond(ratio, cap), False)
+        elif kind == "sapo":
+            tau = v.setting("tau_pos") if adv > 0 else v.setting("tau_neg")
+            loss = -adv * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+        else:
+            loss = -min(min(ratio, top) * adv, clamp(ratio, low, high) * adv)
+            if adv and kind != "vespo":
+                flags = (beyond(ratio, high), False) if adv > 0 else (beyond(-ratio, -low), beyond(ratio, top))
+        found.append((loss, *flags, -log))
+    return found
+
+
+def _trl_logs(v: AuditView, old: list[float], new: list[float]) -> list[float]:
+    """Compute log ρ of each token of a row, or with the level `sequence` their mean at each."""
+    logs = [y - x for x, y in zip(old, new, strict=True)]
+    logs = [mean(logs)] * len(logs) if v.setting("importance_sampling_level") == "sequence" else logs
+    return [clamp(x, -20, 20) for x in logs]
+
+
+def _whole_loss(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim | Left:
+    if v.setting("entropy_target") is not None and (cut is None or len(cut) > 1):
+        return Left(f"{role}/loss", LATER)  # each step has another weight of the entropy
+    bonus = v.metrics.get(f"{role}/entropy_coeff", v.setting("entropy_coeff"))
+    factors = {"pg_loss": 1.0, "entropy_loss": -bonus, "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
     terms += term_metrics(v.settings, v.metrics, role).values()
     formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss + Σ weight·term"
@@ -581,6 +438,11 @@ def _whole_loss(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: 
     return Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)) + hidden)
 
 
+_OF_STEPS = (
+    *("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss"),
+    *("kl_unweighted", "off_policy_masked", "top_entropy_share"),
+)
+"""Metrics that are means over the optimizer steps of an update."""
 _RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov_frac")}
 """Loss → metrics that depend on how a mini-batch was cut, or on a draw."""
 
@@ -589,12 +451,11 @@ def _of_minis(
     v: AuditView, role: str, cut: list[Sequence[int]] | None, tokens: Any, masks: tuple[Masks, Masks]
 ) -> Claims:
     """Recompute the metrics of a pass, each as the mean over its mini-batches."""
-    mode = str(v.setting("loss_mode"))
+    mode = _mode(v)
     for name in _RANDOM.get(mode, ()):
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
-    every = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
     if cut is None:
-        for name in every:
+        for name in _OF_STEPS:
             yield Left(f"{role}/{name}", UNKNOWN)
         return
     counts = _of_steps(v, cut, "advantages", masks[0])
@@ -602,7 +463,9 @@ def _of_minis(
     if len(steps) < len(cut):
         yield Claim(f"{role}/empty_mini_batches", len(cut) - len(steps), "mini-batches without a token to learn from")
     scale = v.setting("loss_scale_factor") or float(len(masks[0][0]))
-    over = _Over(role, steps, scale, counts, 10.0 * (len(counts) > len(masks[0]) and not _earlier(v)))
+    rounded = 10.0 * (len(counts) > len(masks[0]) and not _earlier(v))
+    there = [bool(one) for one in v.after["scored"]] if "scored" in v.after else [True] * len(masks[0])
+    over = _Over(role, steps, scale, counts, there, rounded)
     yield from _of_surrogate(v, mode, over, tokens, (cut, masks[1]))
     yield from _of_terms(v, role, cut, over, masks[0])
 
@@ -615,6 +478,7 @@ class _Over:
     steps: list[Sequence[int]]
     scale: float
     counts: Ragged
+    scored: list[bool]
     first: float = 0.0
     """Rounding of a token of a first pass that is not recorded, in 1e-6."""
 
@@ -630,14 +494,28 @@ class _Over:
         return Claim(f"{self.role}/{name}", found, formula, mean([self._one(step, rough, how) for step in steps]))
 
     def _one(self, step: Sequence[int], rows: Ragged, how: str) -> float:
+        mine, number = [rows[row] for row in step], sum(self.scored[row % len(self.scored)] for row in step)
+        if how.startswith("rows"):
+            sums = [mean(row) if how == "rows of token means" else math.fsum(row) for row in mine]
+            return math.fsum(sums) / max(number * (self.scale if how == "rows times longest" else 1.0), 1.0)
         counts = [self.counts[row] for row in step] if how else None
-        return aggregated([rows[row] for row in step], how or "token-mean", self.scale, counts)
+        return aggregated(mine, how or "token-mean", self.scale, counts)
 
 
 def _of_surrogate(v: AuditView, mode: str, over: _Over, tokens: Any, places: Any) -> Claims:
     """Recompute the policy loss, the shares of clipped tokens, and `ppo_kl`."""
-    agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
-    if mode not in _RANDOM:
+    known = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum", **_TRL}
+    agg, far = known.get(mode, v.setting("loss_agg_mode")), each(lambda _: False, tokens)
+    if v.setting("off_policy_mask_threshold") is not None:
+        far = _off_rows(v, places)
+        unsure = each(lambda x: HALF * (x is None) + float(bool(x)), far)
+        yield over("off_policy_masked", each(share, far), "share of tokens in rows off policy", noise=unsure)
+    if v.setting("top_entropy_quantile", 1.0) < 1:
+        for name in ("pg_loss", "top_entropy_share"):
+            yield Left(f"{over.role}/{name}", "tokens of high entropy are chosen in each micro-batch")
+    elif mode == "trl vespo":
+        yield Left(f"{over.role}/pg_loss", "a test holds it beside TRL's")
+    elif mode not in _RANDOM:
         losses = each(lambda x: x[0], tokens)
         if v.setting("rollout_is"):
             weights = _of_steps(v, places[0], "rollout_is_weights", places[1])
@@ -645,7 +523,9 @@ def _of_surrogate(v: AuditView, mode: str, over: _Over, tokens: Any, places: Any
                 logs = each(lambda w: math.log(w + 1e-10), weights)
                 weights = [[math.exp(mean(row))] * len(row) for row in logs]
             losses = each(lambda x, w: x * w, losses, weights)
-        yield over("pg_loss", losses, f"{mode}, {agg}, mean over mini-batches", agg)
+        noise = each(lambda x, out: abs(x) * (1 + HALF * (out is None)), losses, far)
+        losses = each(lambda x, out: x * (1 - share(out)), losses, far)
+        yield over("pg_loss", losses, f"{mode}, {agg}, mean over mini-batches", agg, noise)
     for name, place in (("ppo_clipfrac" if mode == "clip_cov" else "pg_clipfrac", 1), ("pg_clipfrac_lower", 2)):
         flags = each(lambda x, place=place: x[place], tokens)
         unsure = each(lambda x: HALF * (x is None) + float(bool(x)), flags)
@@ -653,18 +533,37 @@ def _of_surrogate(v: AuditView, mode: str, over: _Over, tokens: Any, places: Any
     yield over("ppo_kl", each(lambda x: x[3], tokens), "mean old − new; kl_cov: of magnitudes")
 
 
+def _off_rows(v: AuditView, places: Any) -> list[list[bool | None]]:
+    """Return for each token whether its row leaves the policy term: a negative advantage, and the mean of old − new
+    log-probs, or of the sampler's − new, above the threshold."""
+    sampled = "rollout_log_probs" if v.setting("off_policy_sampler", True) else "old_log_probs"
+    logs = each(gap, *(_of_steps(v, places[0], name, places[1]) for name in (sampled, "new_log_probs")))
+    out = [beyond(mean(row), v.setting("off_policy_mask_threshold")) for row in logs]
+    gains = _of_steps(v, places[0], "advantages", places[1])
+    return [[one if gain < 0 else False for gain in row] for one, row in zip(out, gains, strict=True)]
+
+
 def _of_terms(v: AuditView, role: str, cut: list[Sequence[int]], over: _Over, mask: Masks) -> Claims:
     """Recompute the loss terms of KL to the reference and of entropy."""
-    b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
+    b, kind = v.after, v.setting("kl_type")
+    agg = _TRL.get(_mode(v), v.setting("loss_agg_mode"))
     if v.setting("kl_coef"):
-        deltas = each(gap, *(_of_steps(v, cut, name, mask) for name in ("new_log_probs", "ref_log_prob")))
-        yield over("kl_loss", each(lambda x: kl(x, kind), deltas), f"{kind}, {agg}", agg, deltas)
-    if v.setting("entropy_coeff") and len(cut) == 1 and "entropys" in b:
+        bypass = any(name.startswith("bypass.") for name in v.settings)
+        names = ("new_log_probs", "ref_log_prob", "rollout_log_probs" if bypass else "old_log_probs")
+        new, ref, old = (_of_steps(v, cut, name, mask) for name in names)
+        deltas = each(gap, new, ref)
+        values = each(lambda x: math.expm1(-x) + x if _mode(v) in _TRL else kl(x, kind), deltas)
+        if v.setting("use_bias_correction_kl"):
+            if _mode(v) not in _TRL:
+                yield over("kl_unweighted", values, f"{kind}, mean over own tokens", noise=deltas)
+            ratios = [list(map(math.exp, _trl_logs(v, *row))) for row in zip(old, new, strict=True)]
+            values, deltas = (each(lambda x, ratio: x * ratio, one, ratios) for one in (values, deltas))
+        yield over("kl_loss", values, f"{kind}, {agg}", agg, deltas)
+    if f"{role}/entropy_loss" in v.metrics and len(cut) == 1 and "entropys" in b:
         entropies = b.own("entropys", mask)
-        yield over(
-            "entropy_loss", entropies, f"entropies before the update, {agg}", agg, each(lambda _: 100.0, entropies)
-        )
-    elif v.setting("entropy_coeff"):
+        how, rough = "token-mean" if _mode(v) in _TRL else agg, each(lambda _: 100.0, entropies)
+        yield over("entropy_loss", entropies, f"entropies before the update, {how}", how, rough)
+    else:
         yield Left(f"{role}/entropy_loss", LATER)
 
 
