@@ -135,15 +135,25 @@ def test_prompts_that_may_be_too_long_are_rendered_and_those_that_are_refused(
 
 
 @pytest.mark.slow
-def test_truncated_sampling_is_named(tiny: str, tmp_path: Path) -> None:
+def test_truncated_sampling_is_named(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Tokens come from the kept sets, ratios are of the full distribution, and nothing corrects for that."""
     rows = wb.rows([{"prompt": "2+2?"}, {"prompt": "3+3?"}])
     engine = wb.engines.local(tiny, device="cpu")
 
-    def told(**sampling: Any) -> dict[str, str]:
-        pipe = wb.recipes.grpo(engine, alone, kl_coef=0.0, sampling=wb.SamplingSettings(max_tokens=8, **sampling))
-        return dict(preflight(pipe, rows, plan(tmp_path)).findings)
+    def told(recipe: Any = wb.recipes.grpo, **sampling: Any) -> dict[str, str]:
+        pipe = recipe(engine, alone, sampling=wb.SamplingSettings(max_tokens=8, **sampling))
+        caplog.clear()
+        found = dict(preflight(pipe, rows, plan(tmp_path)).findings)
+        assert [one.getMessage().startswith("sampling") for one in caplog.records].count(True) == ("sampling" in found)
+        return found
 
     for sampling in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
         assert "full distribution" in told(**sampling)["sampling"], sampling
+    configured = wb.recipes.like_trl(
+        {"top_k": 5, "per_device_train_batch_size": 16, "bf16": False, "max_steps": 1, "max_completion_length": 8},
+        str(tiny),
+        alone,
+    )
+    assert "full distribution" in dict(preflight(configured, rows, plan(tmp_path)).findings)["sampling"]
+    assert "sampling" not in told(wb.recipes.rft, top_p=0.9)
     assert "sampling" not in told(repetition_penalty=1.1)

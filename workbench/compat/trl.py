@@ -23,7 +23,7 @@ TABLE = """
 num_generations | done | grpo(group_size) |
 max_completion_length | done | SamplingSettings.max_tokens | None, no limit, is refused
 {temperature,top_p,min_p,repetition_penalty} | done | SamplingSettings |
-top_k | done | SamplingSettings.top_k | 0, which keeps all, is -1
+top_k | done | SamplingSettings.top_k | 0, which keeps all, is -1; where it, top_p or min_p rule tokens out, ratios are of the full distribution, and `train` warns
 generation_kwargs | refused unless null {} | SamplingSettings | by name: pipe.with_stage("rollout", min_tokens=…)
 chat_template_kwargs | done | engines.local(template_switches) |
 cache_implementation | irrelevant | | how the sampler keeps keys and values

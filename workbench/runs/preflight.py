@@ -99,7 +99,7 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: TrainPlan) -> Preflight:
         *[finding for finding in judged if finding[0] not in _LAST],
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         *([("groups", pipeline.alone)] if pipeline.alone else []),
-        *_prompts(parts, rollout),
+        *_prompts(parts, rollout, ratios=any("advantages" in one.reads for one in pipeline)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
@@ -109,8 +109,9 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: TrainPlan) -> Preflight:
     return Preflight(tuple(findings), prompts.found, _begun(pipeline))
 
 
-def _prompts(parts: Sequence[Rows], rollout: Any) -> list[tuple[str, str]]:
-    """What is odd of the prompts' texts, tags of reasoning that no reward sees, and tokens that sampling rules out."""
+def _prompts(parts: Sequence[Rows], rollout: Any, *, ratios: bool) -> list[tuple[str, str]]:
+    """What is odd of the prompts' texts, tags of reasoning that no reward sees, and, where a loss has `ratios`, tokens that
+    sampling rules out."""
     tokenizer, chats = rollout.sampler.tokenizer, [row[CHAT] for part in parts for row in part.views()]
     hidden = [tag for pair in REASONING.items() for tag in pair if tag in getattr(tokenizer, "all_special_tokens", ())]
     seen = (
@@ -118,7 +119,9 @@ def _prompts(parts: Sequence[Rows], rollout: Any) -> list[tuple[str, str]]:
     )
     cut = "top_p, top_k or min_p rule tokens out, and log-probs and ratios are of the full distribution: nothing corrects "
     notes = {
-        "sampling": f"{cut}for that; train with top_p=1, top_k=-1 and min_p=0" if rollout.sampling.filters else "",
+        "sampling": f"{cut}for that; train with top_p=1, top_k=-1 and min_p=0"
+        if ratios and rollout.sampling.filters
+        else "",
         "chat template": prompt_remarks(tokenizer, chats, **switches_of(rollout.sampler)),
         "special tokens": seen if hidden and rollout.sampling.skip_special_tokens else "",
     }
