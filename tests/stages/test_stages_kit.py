@@ -15,7 +15,7 @@ from workbench.dataproto.core import DataProto
 from workbench.functional.returns import length_adaptive_lam
 from workbench.functional.trl import AdaptiveEntropy
 from workbench.rewards import Reward
-from workbench.stages import PolicyLoss, TrlLoss, Update
+from workbench.stages import Advantage, PolicyLoss, TrlLoss, Update
 from workbench.stages.terms import counts_of
 
 KL = {"kl_coef": 0.3, "kl_type": "k3"}
@@ -146,6 +146,21 @@ def test_grpo_with_the_kit_trains_resumes_and_is_audited(tiny: str, tmp_path: Pa
     assert again.state() == whole.state() and resumed.rows[-1]["actor/loss"] == run.rows[-1]["actor/loss"]
     step = wb.load_run(tmp_path / "a").stepper(3).run()
     assert step.trace.metrics["actor/entropy_coeff"] == run.rows[2]["actor/entropy_coeff"]
+
+
+@pytest.mark.slow
+def test_each_measure_can_be_tried_on_one_batch(tiny: str) -> None:
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
+    engine = wb.engines.local(tiny, device="cpu", lr=1e-2, self_check=False)
+    reward = Reward(varied, in_process=True)
+    pipe = wb.recipes.grpo(engine, reward, group_size=4, max_tokens=24, kl_coef=0.5, entropy_coeff=0.01)
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="advantage").batch
+    kit: dict[str, Any] = {"clip_ratio_c": 1.01, "use_bias_correction_kl": True, "off_policy_mask_threshold": 0.001}
+    kit |= {"top_entropy_quantile": 0.2, "entropy_target": 50.0, "mask_truncated": True}
+    kit["advantage"] = Advantage(F.grpo_batch)
+    for name, value in kit.items():
+        found = wb.what_if(pipe, batch, updates=2, **{name: value})
+        assert found.cosine < 1 - 1e-6 or found.changed.moved_norm == 0, name
 
 
 @pytest.mark.slow

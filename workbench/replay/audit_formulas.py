@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import pvariance, variance
 from typing import Any
@@ -49,6 +49,13 @@ class Left:
 
 
 Claims = Iterator[Claim | Left]
+
+
+def left(names: Iterable[str], why: str, role: str = "") -> Claims:
+    """Leave several names for one reason; with a `role` they are its metrics."""
+    yield from (Left(f"{role}/{name}" if role else name, why) for name in names)
+
+
 MODEL = "needs the model; outside the mask it is 0"
 
 

@@ -31,6 +31,7 @@ from workbench.replay.audit_formulas import (
     flat,
     gap,
     kl,
+    left,
     mean,
     placed,
     sessions_of,
@@ -48,8 +49,7 @@ LATER = "what the model gives in a later mini-batch, or pass, is not recorded"
 def update(v: AuditView) -> Claims:
     """Recompute loss, clipping and KL of an update stage's last pass over the batch."""
     role = v.stage.removeprefix("update_")
-    for name in ("grad_norm", "lr", "nonfinite", "loss_scale", "overflows"):
-        yield Left(f"{role}/{name}", "the optimizer's")
+    yield from left(("grad_norm", "lr", "nonfinite", "loss_scale", "overflows"), "the optimizer's", role)
     yield Left(f"{role}/empty_mini_batches", "counted over all passes")
     yield from _own_scores(v, role)
     early = v.step < v.setting("from_step")
@@ -186,8 +186,7 @@ def _critic(v: AuditView, role: str) -> Claims:
     nothing is clipped.
     """
     if (cut := minis(v, role)) is None or len(cut) > 1:
-        for name in ("vf_loss", "vf_clipfrac", "vpred_mean"):
-            yield Left(f"{role}/{name}", LATER)
+        yield from left(("vf_loss", "vf_clipfrac", "vpred_mean"), LATER, role)
     else:
         mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
         guesses, returns = v.after.own("values", mask), v.after.own("returns", mask)
@@ -213,8 +212,7 @@ def _supervised(v: AuditView, role: str) -> Claims:
     """Recompute the cross-entropy loss, from the recorded log-probs of the pass itself."""
     yield from _own_log_probs(v)
     if (cut := minis(v, role)) is None:
-        for name in ("loss", "nll"):
-            yield Left(f"{role}/{name}", UNKNOWN)
+        yield from left(("loss", "nll"), UNKNOWN, role)
         return
     mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
     rows, width = each(lambda x: -x, _of_steps(v, cut, "new_log_probs", mask)), float(len(mask[0]))
@@ -241,8 +239,7 @@ def _distilled(v: AuditView, role: str) -> Claims:
         yield Claim("divergence", placed(found, mask), f"{kind} of the last pass", 10.0)
     names = ("loss", "divergence", "divergence_max", "divergence_min")
     if (cut := minis(v, role)) is None or len(cut) > 1 or v.setting("ppo_epochs") > 1:
-        for name in names:
-            yield Left(f"{role}/{name}", LATER)
+        yield from left(names, LATER, role)
         return
     rows, most, width = v.after.own("divergence", mask), v.setting("loss_max_clamp"), float(len(mask[0]))
     limited = rows if most is None else each(lambda x: clamp(x, -most, most), rows)
@@ -258,18 +255,11 @@ def _distilled(v: AuditView, role: str) -> Claims:
 def _preferred(v: AuditView, role: str) -> Claims:
     """Recompute TRL's metrics of preference pairs from the log-probs of the pass itself, and the loss where it is DPO's."""
     yield from _own_log_probs(v)
-    names = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/margins",
-        "rewards/accuracies",
-        "logps/chosen",
-        "logps/rejected",
-    )
+    names = [f"rewards/{one}" for one in ("chosen", "rejected", "margins", "accuracies")]
+    names += ["logps/chosen", "logps/rejected"]
     mask, beta, kind = counted_tokens(v.after), v.setting("beta"), v.setting("loss_type")
     if (cut := minis(v, role)) is None or len(cut) > 1 or v.setting("ppo_epochs") > 1:
-        for name in (f"{role}/loss", *names):
-            yield Left(name, LATER)
+        yield from left((f"{role}/loss", *names), LATER)
         return
     mine = [math.fsum(row) for row in v.after.own("new_log_probs", mask)]
     theirs = [math.fsum(row) for row in v.after.own("ref_log_prob", mask)] if kind != "simpo" else [0.0] * len(mine)
@@ -293,8 +283,7 @@ def _preferences(v: AuditView, role: str) -> Claims:
     yield Left("values", MODEL)
     names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
     if (cut := minis(v, role)) is None or len(cut) > 1:
-        for name in names:
-            yield Left(f"{role}/{name}", UNKNOWN)
+        yield from left(names, UNKNOWN, role)
         return
     rewards, c = [math.fsum(row) for row in v.after["values"]], v.setting("center_rewards_coefficient")
     chosen, rejected = rewards[::2], rewards[1::2]
@@ -350,8 +339,7 @@ def _adaptive(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Ma
     """Recompute the metrics of an adaptive entropy bonus, where one optimizer step was taken."""
     names = (f"{role}/policy_entropy", f"{role}/entropy_coeff")
     if v.setting("entropy_target") is None or cut is None or len(cut) > 1:
-        for name in names:
-            yield Left(name, LATER)
+        yield from left(names, LATER)
         return
     if "entropys" in v.after and v.setting("top_entropy_quantile", 1.0) == 1:
         yield averaged(names[0], flat(v.after.own("entropys", mask)), "mean entropy of own tokens", 100.0)
@@ -373,7 +361,9 @@ def _bonus(v: AuditView) -> tuple[float, float | None]:
 
 def bonus(v: AuditView) -> Claims:
     """Recompute the weight of an adaptive entropy bonus after the optimizer step: up where the entropy is at most the target."""
-    if (cut := minis(v, "actor")) is not None and len(cut) == 1 and (v.state or v.step == 1):
+    if (cut := minis(v, "actor")) is not None and len(cut) == 1 and "actor/policy_entropy" in v.metrics:
+        if v.state is None and v.step != 1:
+            return
         up = v.metrics["actor/policy_entropy"] <= v.setting("entropy_target")
         moved = _bonus(v)[0] + v.setting("entropy_delta", 0.005) * (1 if up else -1)
         ends = v.setting("entropy_coeff_min", 0.0), v.setting("entropy_coeff_max", 1.0)
@@ -390,11 +380,9 @@ def _first_step(v: AuditView, cut: list[Sequence[int]] | None) -> Claims:
 
 def _row(mode: str, v: AuditView, rows: Any) -> list[Token]:
     """Compute loss, clip flags and KL term of each token of one row."""
-    return (
-        [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
-        if mode not in _TRL
-        else _trl_row(mode, v, rows)
-    )
+    if mode in _TRL:
+        return _trl_row(mode, v, rows)
+    return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
 
 
 def _trl_row(mode: str, v: AuditView, rows: Any) -> list[Token]:
@@ -452,11 +440,9 @@ def _of_minis(
 ) -> Claims:
     """Recompute the metrics of a pass, each as the mean over its mini-batches."""
     mode = _mode(v)
-    for name in _RANDOM.get(mode, ()):
-        yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
+    yield from left(_RANDOM.get(mode, ()), f"{mode} chooses tokens in each micro-batch", role)
     if cut is None:
-        for name in _OF_STEPS:
-            yield Left(f"{role}/{name}", UNKNOWN)
+        yield from left(_OF_STEPS, UNKNOWN, role)
         return
     counts = _of_steps(v, cut, "advantages", masks[0])
     steps = [one for one in cut if any(counts[row] for row in one)]

@@ -26,6 +26,7 @@ from workbench.stages.advantage import Advantage
 from workbench.stages.episodes import validation_rollout
 from workbench.stages.log_prob import LogProb, scored_columns
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.trl import MaskTruncated
 from workbench.stages.update import Update
 from workbench.steps.trace import perform
 
@@ -84,7 +85,7 @@ def what_if(
     """Compare `updates` policy updates on a batch as the pipeline makes them with as many under changed settings.
 
     The weights are restored afterwards. `advantage` is another estimator; `rows` the only rows to train on; `mask` [B, T]
-    the only tokens to train on; other names are settings of the loss (`clip_ratio_high`, `loss_mode`, `kl_coef`,
+    the only tokens to train on, `mask_truncated=True` leaves truncated responses out; other names are settings of the loss (`clip_ratio_high`, `loss_mode`, `kl_coef`,
     `loss_agg_mode`, …), and `<term>.<setting>` one of a further term (`**{"distill.weight": 0}`). `probe` is a batch with responses (its mean log-prob per token is measured) or rows of a data set
     (their greedy responses are sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the
     batch lacks columns that the update reads, or nothing is changed.
@@ -94,14 +95,16 @@ def what_if(
     if "old_log_probs" not in batch:  # one update would take its own, and the ratio after is to them
         batch = perform(LogProb(update.learners()[0], temperature=update.temperature), batch).batch
     of_terms = {name: value for name, value in changes.items() if "." in name}
-    own = {name: value for name, value in changes.items() if name not in of_terms}
+    own = {name: value for name, value in changes.items() if name not in of_terms and name != "mask_truncated"}
     for name in own:
         if name not in loss.field_names():
             raise PipelineError(unknown("setting of the policy loss", name, loss.field_names()))
     changed_update = update.with_settings(**of_terms, loss=loss.replace(**own))
     other, named = batch, {key: str(value) for key, value in changes.items()}
+    if changes.get("mask_truncated"):
+        other = MaskTruncated()(other).batch
     if advantage is not None:
-        other = _estimated(pipeline, batch, advantage)
+        other = _estimated(pipeline, other, advantage)
         named["advantage"] = getattr(advantage, "__name__", repr(advantage))
     if rows is not None:
         chosen = torch.zeros(len(batch), dtype=torch.bool)
