@@ -93,7 +93,7 @@ def test_the_table_is_sound() -> None:
         assert entry.kind in ("exact", "near", "hardware", "refused", "alias"), entry
         assert entry.kind != "refused" or entry.note, entry
         assert entry.kind != "near" or entry.note, entry
-        if entry.kind == "alias":
+        if entry.kind == "alias" and not entry.place.endswith("*"):
             assert find(entry.place) is not None or find(f"{entry.place}.{entry.key.split('{')[-1].split(',')[0]}"), (
                 entry
             )

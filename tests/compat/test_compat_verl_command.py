@@ -221,9 +221,7 @@ def test_flat_keeps_empty_mappings() -> None:
 
 
 @pytest.mark.parametrize("trainer", ["sft_trainer", "fsdp_sft_trainer"])
-def test_its_sft_trainer_is_refused_by_name(trainer: str) -> None:
+def test_its_sft_trainer_is_read(trainer: str) -> None:
     text = f"torchrun --nproc_per_node=2 -m verl.trainer.{trainer} data.train_files=a.parquet optim.lr=1e-5"
-    with pytest.raises(SettingError, match="verl's SFT trainer in text.*recipes.sft"):
-        read_command(text)
-    with pytest.raises(SettingError, match="verl's SFT trainer in a list of words.*recipes.sft"):
-        read_command(text.split())
+    expected = {"data.train_files": "a.parquet", "optim.lr": 1e-5, "sft_trainer": True}
+    assert read_command(text).settings == read_command(text.split()).settings == expected

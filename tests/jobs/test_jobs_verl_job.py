@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
 
 import workbench as wb
@@ -60,6 +62,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 2,
         "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "data/arith-interaction/interaction.yaml",
     },
+    "sft": {"optim.lr": 1e-4, "optim.weight_decay": 0.1, "data.truncation": "error", "trainer.save_freq": 2},
 }  # fmt: skip
 
 
@@ -372,6 +375,82 @@ def test_held_out_rows_have_their_own_limit_and_the_loss_the_samplers_width(engi
     assert len(rows) == 10 and held is not None and len(held) == 4096
     found = settings_of(pipe)
     assert found["update_actor"]["loss_scale_factor"] == "6.0" and found["rollout"]["max_tokens"] == "6"
+
+
+SFT = """
+nproc_per_node=$1
+save_path=$2
+shift 2
+MODEL_PATH=${MODEL_PATH:-data/tiny-arith}
+torchrun --nnodes=1 --nproc_per_node=${nproc_per_node} \\
+    -m verl.trainer.sft_trainer \\
+    data.train_files=$HOME/data/multiturn/train.parquet \\
+    data.messages_key=messages \\
+    data.max_length=96 \\
+    data.micro_batch_size_per_gpu=4 \\
+    optim.lr=1e-3 \\
+    optim.lr_warmup_steps_ratio=0.5 \\
+    optim.clip_grad=0.5 \\
+    engine=fsdp \\
+    engine.ulysses_sequence_parallel_size=1 \\
+    model.path="${MODEL_PATH}" \\
+    model.use_remove_padding=true \\
+    model.lora_rank=4 \\
+    trainer.default_local_dir="${save_path}" \\
+    trainer.experiment_name=multiturn-sft \\
+    trainer.save_freq=1 \\
+    trainer.total_training_steps=2 "$@"
+"""
+"""The script of verl's examples/sft/multiturn, with further settings."""
+
+
+def test_a_command_of_the_sft_trainer_trains_as_the_recipe_does(tmp_path: Path) -> None:
+    asked = [
+        [{"role": "user", "content": f"What is {a} + 1?"}, {"role": "assistant", "content": f"{a + 1}"}]
+        for a in range(8)
+    ]
+    chats = [{"messages": [*first, *then]} for first, then in zip(asked, asked[1:] + asked[:1], strict=True)]
+    file = tmp_path / "chats.parquet"
+    pd.DataFrame(chats).to_parquet(file)
+    job = wb.compat.verl(SFT)
+    assert not job.refused and job.defaults["trainer.total_epochs"] == 4
+    made = {"train_files": str(file), "train_batch_size": 4}
+    pipe, rows, _, how = job.open(**made)
+    run = wb.train_blocking(pipe, rows, **(how | {"run": tmp_path / "verl"}))
+    engine = wb.engines.local(
+        "data/tiny-arith", lr=1e-3, grad_clip=0.5, warmup_steps=1, lora_rank=4, lora_alpha=16.0,
+        lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    )  # fmt: skip
+    by_hand = wb.recipes.sft(engine, max_tokens=96, every_turn=True)
+    same = wb.rows(str(file), prompt="messages", max_prompt_length=96)
+    mine = wb.train_blocking(by_hand, same, steps=2, batch_size=4, seed=1, run=tmp_path / "hand")
+    losses = [each.metrics["actor/nll"].tolist() for each in (run, mine)]
+    assert (
+        losses[0] == losses[1] and len(losses[0]) == 2 and how["save_freq"] == 1 and how["run"] == "runs/multiturn-sft"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"data.truncation": "right"}, "data.truncation"),
+        ({"algorithm.adv_estimator": "grpo"}, "algorithm.adv_estimator"),
+        ({"data.response_key": "answer"}, "data.response_key"),
+        ({"optim.optimizer": "Muon"}, "optim.optimizer"),
+        ({"engine.of_nobody": 1}, "engine.of_nobody"),
+    ],
+)
+def test_what_the_sft_trainer_has_not_is_refused_by_name(changes: dict[str, Any], key: str) -> None:
+    settings = {"model.partial_pretrain": "data/tiny-arith", "data.train_files": TRAIN, **changes}
+    job = wb.compat.verl(settings)
+    assert [row.key for row in job.refused] == [key]
+    with pytest.raises(SettingError, match=re.escape(key)):
+        job.open()
+
+
+def test_a_reward_of_a_command_of_the_sft_trainer_is_refused(engine: Any) -> None:
+    with pytest.raises(SettingError, match="SFT learns from texts"):
+        opened(COMMANDS["sft"], engine, reward=len)
 
 
 def test_a_tool_parser_that_is_not_there_is_refused() -> None:

@@ -310,6 +310,36 @@ distillation.teacher_models.*.key | exact if distillation.enabled | distill(teac
 distillation.teacher_key | refused unless data_source | distill(teacher) | each row's teacher is that of its data source
 distillation.* | hardware if distillation.enabled | — | where and how the teacher runs
 rollout.{nnodes,n_gpus_per_node} | hardware | — | where the sampler is
+sft_trainer | exact | recipes.sft | the command is one of verl's SFT trainer
+data.messages_key | near | wb.rows(prompt) | of each answer its text and EOS are learned; in verl what the template writes behind it, too
+data.multiturn.{messages_key,tools_key,enable_thinking_key} | alias | data.*
+data.multiturn.enable | refused unless True | wb.rows | write the column messages
+data.{response_key,prompt_dict_keys,response_dict_keys} | refused unless null | wb.rows | of the older SFT trainer: write the column messages
+data.{tools_key,enable_thinking_key,enable_thinking_default} | refused unless null tools enable_thinking | engines.local(template_switches) | arguments of the chat template are the same for all rows
+data.chat_template | refused unless null | engines.local(path) | the model's folder has it
+data.max_length | near | sft(max_tokens) | limits the prompt and what follows it, each alone; a longer one is refused | 1024, as in verl
+data.ignore_input_ids_mismatch | near | — | the chat template reads a chat as a whole
+data.{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu,use_dynamic_bsz,pad_mode,balance_dp_token,num_workers} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
+trainer.seed | alias | data.seed
+trainer.max_ckpt_to_keep | alias | trainer.max_actor_ckpt_to_keep
+{trainer.profile_interval,profiler.*} | hardware | — | what is written
+optim.{warmup_steps_ratio,lr_warmup_steps_ratio} | alias | actor_rollout_ref.actor.optim.lr_warmup_steps_ratio
+optim.lr_scheduler | alias | actor_rollout_ref.actor.optim.lr_scheduler_type
+optim.init_lr_ratio | refused unless null 0 | — | a warm-up begins at 1/n of the rate
+optim.{master_weights,store_param_remainders} | near | — | weights are float32
+optim.* | alias | actor_rollout_ref.actor.optim.*
+optim | near unless fsdp | LocalSettings | chooses the defaults of another optimizer, which are not read: give the settings that matter
+model.partial_pretrain | near | engines.local(path) | of the older SFT trainer, whose defaults (lr 1e-5, betas 0.9 and 0.95, cosine with a warm-up) are not read: give the settings that matter
+model.fsdp_config.{cpu_offload,offload_params} | hardware | FsdpSettings.offload | where the weights are
+model.strategy | hardware | — | how ranks share the work
+model.fsdp_config.* | alias | actor_rollout_ref.actor.fsdp_config.*
+model.* | alias | actor_rollout_ref.model.*
+checkpoint.* | alias | actor_rollout_ref.actor.checkpoint.*
+{ulysses_sequence_parallel_size,use_remove_padding} | alias | actor_rollout_ref.actor.*
+engine.{distributed_strategy,*_size,activation_checkpointing,enable_compile} | hardware | — | how ranks share the work
+engine.backend_config.* | near | — | rounds otherwise
+engine.* | alias | actor_rollout_ref.actor.{fsdp_config,megatron,veomni,torchtitan,engine}.*
+{model,engine} | hardware | — | transformers' models, in this process or by FSDP
 {async_training,rollout,actor_rollout_ref.teacher,teacher,atropos}.* | refused | train(ahead) | of a recipe of verl's own
 """
 
@@ -323,6 +353,12 @@ DEFAULTS: Mapping[str, Any] = {
     "actor_rollout_ref.model.target_modules": "all-linear", "trainer.total_epochs": 30,
 }  # fmt: skip
 """verl's defaults that are not ours, of settings that change numbers: they hold where a command says nothing."""
+SFT_DEFAULTS: Mapping[str, Any] = {
+    "data.train_batch_size": 256, "data.max_length": 1024, "data.messages_key": "messages", "data.seed": 1,
+    "actor_rollout_ref.actor.optim.lr": 1e-3, "actor_rollout_ref.model.lora_alpha": 16,
+    "actor_rollout_ref.model.target_modules": "all-linear", "trainer.total_epochs": 4,
+}  # fmt: skip
+"""The same of verl's SFT trainer, under the names of its RL trainer."""
 ESTIMATORS = (
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
     "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
@@ -419,8 +455,20 @@ class SettingRow(NamedTuple):
     why: str
 
 
+def is_sft(values: Mapping[str, Any]) -> bool:
+    """Return whether the settings are of verl's SFT trainer."""
+    return bool(values.get("sft_trainer"))
+
+
+def defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return verl's defaults that hold for the trainer whose settings these are."""
+    return SFT_DEFAULTS if is_sft(values) else DEFAULTS
+
+
 def estimator(values: Mapping[str, Any]) -> str:
-    """Return the advantage estimator that the settings name, or verl's default."""
+    """Return the advantage estimator that the settings name, or verl's default; `sft` for its SFT trainer."""
+    if is_sft(values):
+        return "sft"
     return str(values.get("algorithm.adv_estimator", DEFAULTS["algorithm.adv_estimator"]))
 
 
@@ -438,8 +486,8 @@ def has_turns(values: Mapping[str, Any]) -> bool:
 
 def longest(values: Mapping[str, Any], part: str) -> Any:
     """Return the longest `prompt` or `response` in tokens: the sampler's setting, or else the data's."""
-    key = f"data.max_{part}_length"
-    return values.get(f"{_ROLLOUT}.{part}_length") or values.get(key) or DEFAULTS[key]
+    names = (f"{_ROLLOUT}.{part}_length", f"data.max_{part}_length", "data.max_length")
+    return next((found for name in names if (found := values.get(name))), DEFAULTS[names[1]])
 
 
 _SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
@@ -468,15 +516,20 @@ def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
         place = "algorithm.use_kl_in_reward" if has_critic(values) else f"{_ACTOR}.use_kl_loss"
         values.setdefault(place, True)
         values.setdefault("algorithm.kl_ctrl.kl_coef" if has_critic(values) else f"{_ACTOR}.kl_loss_coef", coefficient)
+    if path := values.get("model.partial_pretrain"):
+        values.setdefault("actor_rollout_ref.model.path", path)
     if values.get(f"{_ACTOR}.lora.enable"):
         values.setdefault("actor_rollout_ref.model.lora_rank", 16)
     return values
 
 
 def real(key: str) -> str:
-    """Return verl's present name of a key that the table lists as an alias; any other key unchanged."""
+    """Return verl's present name in its RL trainer of a key that the table lists as an alias; any other key unchanged."""
     entry = find(key)
-    return entry.place if entry is not None and entry.kind == "alias" else key
+    if entry is None or entry.kind != "alias":
+        return key
+    names = [place.replace("*", key.removeprefix(entry.key[:-1])) for place in keys(entry.place)]
+    return real(next((name for name in names if find(name)), names[0]))
 
 
 def account(command: Command) -> list[SettingRow]:
@@ -508,7 +561,7 @@ def _row_for(key: str, value: Any, values: Mapping[str, Any]) -> SettingRow:
         return SettingRow(key, text, "—", "exact", f"{spelled}without effect: {reason}")
     if _is_one_of(value, entry.unless):
         return SettingRow(key, text, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
-    if why := _cannot_be(key, name, value, entry) or _unweighted(name, values):
+    if why := _cannot_be(key, name, value, entry) or _not_of_sft(name, value, values) or _unweighted(name, values):
         return SettingRow(key, text, "—", "refused", spelled + why)
     return SettingRow(key, text, entry.place, entry.kind, spelled + entry.note)
 
@@ -523,6 +576,14 @@ def _cannot_be(key: str, name: str, value: Any, entry: TableEntry) -> str:
     if name == "data.train_batch_size" and value == 0:
         return "of fully asynchronous training, which takes ppo_mini_batch_size · require_batches prompts: give these"
     return _unread(key, value) if entry.place == "reward_from" else ""
+
+
+def _not_of_sft(name: str, value: Any, values: Mapping[str, Any]) -> str:
+    """Return why a command of the SFT trainer cannot have a setting; "" where it can, and for another command."""
+    if is_sft(values) and name == "data.truncation" and value != "error":
+        return "a longer row is refused, not cut: leave such rows out"
+    alien = name.partition(".")[0] in ("algorithm", "critic", "distillation", *ROOTS)
+    return "no setting of verl's SFT trainer" if is_sft(values) and alien else ""
 
 
 def _unweighted(name: str, values: Mapping[str, Any]) -> str:

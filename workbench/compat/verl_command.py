@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from workbench.base.errors import SettingError, describe, first_line
 
-_BEGINS = re.compile(r"(^|[./])(main_\w+|fully_async_main)(\.py)?$")
+_BEGINS = re.compile(r"(^|[./])(main_\w+|fully_async_main|(?:fsdp_)?sft_trainer(?:_ray)?)(\.py)?$")
 _WORD = re.compile(r"^[+~]{0,2}[A-Za-z_][\w.@/-]*=")
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -25,6 +25,8 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 TEXTS = ("text", "a mapping", "a list of words")
 """Sources of commands that are no file."""
+_SFT_SECTIONS = frozenset(("model", "optim", "engine", "checkpoint"))
+"""Sections that the configuration of verl's SFT trainer has, and that of its RL trainer has not."""
 _NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.run_name", "trainer.project_name")
 """Settings that name a run; the first that is there counts."""
 
@@ -58,9 +60,7 @@ def read_command(source: Any, *, command: int | str | None = None) -> Command:
     if isinstance(source, Mapping):
         return Command(_resolved(flat(source)), {}, "a mapping")
     if not isinstance(source, str | Path):
-        plain = [str(word) for word in source]
-        _refuse_sft(next((word for word in plain if "=" not in word and "sft_trainer" in word), ""), "a list of words")
-        return _of_words(plain, Path(), "a list of words")
+        return _of_words([str(word) for word in source], Path(), "a list of words")
     path = Path(source).expanduser() if isinstance(source, Path) or _is_path(source) else None
     text, name = (_text_of(path), str(path)) if path else (str(source), "text")
     if path and path.suffix in (".yaml", ".yml"):
@@ -75,19 +75,9 @@ def read_command(source: Any, *, command: int | str | None = None) -> Command:
         return read._replace(suffix=_suffix(words, number), others=others, undecided=commands[number].undecided)
     block, left = _block(text)
     if not block:
-        _refuse_sft(text, name)
         what = f"no verl command in {name}"
         raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
     return Command(_resolved(flat(block)), left, name)
-
-
-def _refuse_sft(text: str, name: str) -> None:
-    """Raise `SettingError` for a command of verl's SFT trainer."""
-    if "sft_trainer" in text:
-        do = "take recipes.sft: wb.rows(data.train_files), max_tokens for data.max_length, engines.local(model.path, lr=optim.lr)"
-        raise SettingError(
-            f"verl's SFT trainer in {name}", expected="a command of its RL trainer", found="sft_trainer", do=do
-        )
 
 
 def _chosen(commands: Sequence[_Statement], command: int | str | None, name: str) -> int:
@@ -295,7 +285,9 @@ def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in interpolations (`${data.x}`) from the settings; a setting whose interpolation names an unset key is left
-    out."""
+    out. Settings with a section of the SFT trainer's get the key `sft_trainer`."""
+    if not _SFT_SECTIONS.isdisjoint(key.partition(".")[0] for key in settings):
+        settings = {**settings, "sft_trainer": True}
     known = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
     found = {key: _expand(value, known) for key, value in known.items()}
     return {key: value for key, value in found.items() if value is not _UNSET}

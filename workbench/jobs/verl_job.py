@@ -11,15 +11,17 @@ from typing import Any
 
 from workbench import agents
 from workbench.agents.loop import agent_loop
+from workbench.base.config import require
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_account import (
-    DEFAULTS,
     SettingRow,
     account,
     canonical,
+    defaults,
     entries,
     find,
     has_turns,
+    is_sft,
     keys,
     known,
     real,
@@ -74,7 +76,7 @@ class VerlJob:
     def defaults(self) -> dict[str, Any]:
         """verl's defaults of settings that the command leaves out, as far as they differ from workbench's."""
         given = canonical(self.settings)
-        return {key: value for key, value in DEFAULTS.items() if key not in given}
+        return {key: value for key, value in defaults(given).items() if key not in given}
 
     def _document(self) -> doc.Part:
         counts = ", ".join(f"{sum(row.kind == kind for row in self.rows)} {kind}" for kind in _ORDER)
@@ -107,9 +109,10 @@ class VerlJob:
         kept = {
             name: value for name, value in self.settings.items() if not set(canonical({name: value})) & set(changes)
         }
-        batch, mini = changes.get(_BATCH), canonical(self.settings).get(_MINI, DEFAULTS[_MINI])
+        usual = defaults(self.settings)
+        batch, mini = changes.get(_BATCH), canonical(self.settings).get(_MINI, usual.get(_MINI))
         if batch is not None and _MINI not in changes and isinstance(mini, int):
-            before = canonical(self.settings).get(_BATCH, DEFAULTS[_BATCH])
+            before = canonical(self.settings).get(_BATCH, usual[_BATCH])
             kept.pop(spelled.get(_MINI, _MINI), None)
             changes[_MINI] = max(1, round(min(mini, before) * batch / before))
         suffix = "" if _SHORT["run"] in changes else self.suffix
@@ -172,6 +175,9 @@ class VerlJob:
             >>> run = await wb.train(pipe, rows, eval_rows=held, **how)  # doctest: +SKIP
         """
         job = self.adapted(model, train_files, val_files, without, overrides)
+        require(
+            reward is None or not is_sft(self.settings), "reward", expected="None: SFT learns from texts", found=reward
+        )
         planned = _planned(job, policy=engine is None)
         rows, eval_rows = (files if isinstance(files, Rows) else None for files in (train_files, val_files))
         names: dict[str, Any] = {"policy": engine, "rows": rows, "eval_rows": eval_rows, "reward": reward}

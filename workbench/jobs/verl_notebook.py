@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workbench import recipes
 from workbench.base.distribution import optional
 from workbench.base.files import write_text
 from workbench.compat.verl_account import SettingRow
 from workbench.compat.verl_command import TEXTS
-from workbench.jobs.verl_plan import Call, Name, VerlPlan, data, program
+from workbench.jobs.verl_plan import Call, Name, VerlPlan, arguments, data, program
 
 with optional("jobs", "writing a notebook"):
     import nbformat
@@ -38,9 +36,11 @@ _HELP = {
     "save_freq": "checkpoint every n steps; 0: after the last",
     "seed": "seeds data order and every sampled token",
 }
+_RECIPE = ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")
+"""Settings of recipes that are parameters of the notebook."""
 _TITLES = {
     "grpo": "GRPO", "ppo": "PPO", "dapo": "DAPO", "rloo": "RLOO", "remax": "ReMax", "opo": "OPO", "gpg": "GPG", "gspo": "GSPO",
-    "cispo": "CISPO", "reinforce_plus_plus": "REINFORCE++",
+    "cispo": "CISPO", "reinforce_plus_plus": "REINFORCE++", "sft": "Supervised fine-tuning",
 }  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def write(path: str | Path, source: str, planned: VerlPlan, near: Sequence[Setti
     statements = program(replace(planned, settings=_recipe_settings(planned)), reward=bool(planned.reward))
     written = [(target, _statement(f"{target} = ", call)) for target, call in statements]
     origin = "a verl command" if source in TEXTS else Path(source).name
+    until = "targets" if planned.recipe == "sft" else "advantage"
     lines = [
         f"- `{row.key}{f'={row.value}' if row.value else ''}`: {row.why}{' (left out)' * (row.kind == 'refused')}"
         for row in near
@@ -72,8 +73,8 @@ def write(path: str | Path, source: str, planned: VerlPlan, near: Sequence[Setti
         *[v4.new_code_cell(f"{text}\n{target}") for target, text in written if target != "pipe"],
         v4.new_markdown_cell("## The algorithm\n\nA list of stages: replace one, change a setting, print it."),
         v4.new_code_cell("\n".join([*(text for target, text in written if target == "pipe"), "pipe"])),
-        v4.new_markdown_cell("One batch first, phase by phase; stepping up to the advantage changes no weights."),
-        v4.new_code_cell('wb.Stepper(pipe, rows.batch(batch_size, seed=seed)).run(until="advantage")', metadata={"tags": ["look"]}),
+        v4.new_markdown_cell(f"One batch first, phase by phase; stepping up to the {until} changes no weights."),
+        v4.new_code_cell(f'wb.Stepper(pipe, rows.batch(batch_size, seed=seed)).run(until="{until}")', metadata={"tags": ["look"]}),
         v4.new_markdown_cell("## Training"),
         v4.new_code_cell(_training(planned, values)),
         v4.new_markdown_cell("## What happened"),
@@ -91,11 +92,8 @@ def write(path: str | Path, source: str, planned: VerlPlan, near: Sequence[Setti
 
 def _parameters(planned: VerlPlan) -> dict[str, Any]:
     """Return the notebook's parameters: name → value. `steps` is None where the command counts epochs."""
-    known = inspect.signature(recipes.by_name(planned.recipe)).parameters
-    settings = {
-        name: planned.settings.get(name, known[name].default)
-        for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")
-    }
+    known = arguments(planned.recipe)
+    settings = {name: planned.settings.get(name, known[name].default) for name in _RECIPE if name in known}
     if "sampling" in planned.settings:
         settings["max_tokens"] = planned.settings["sampling"].settings.get("max_tokens")
     values = {
@@ -141,7 +139,8 @@ def _reward(made: VerlPlan) -> str:
 
 def _recipe_settings(planned: VerlPlan) -> dict[str, Any]:
     """Return the recipe's settings, with those that are parameters of the notebook replaced by their variable names."""
-    names = {name: Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
+    known = arguments(planned.recipe)
+    names = {name: Name(name) for name in _RECIPE if name in known}
     settings = {**planned.settings, **names}
     if "sampling" in planned.settings:
         call = planned.settings["sampling"]

@@ -13,13 +13,14 @@ from workbench import recipes
 from workbench.base.config import require
 from workbench.base.errors import SettingError
 from workbench.compat.verl_account import (
-    DEFAULTS,
     DISTILLATION,
     GROUPED,
+    defaults,
     estimator,
     find,
     has_critic,
     has_turns,
+    is_sft,
     longest,
     reward_block,
 )
@@ -33,7 +34,7 @@ _ACTOR, _ROLLOUT, _MODEL, _TURNS = (
 )  # fmt: skip
 _RECIPES = {
     "gae": "ppo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo",
-    **{name: name for name in ("grpo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg")},
+    **{name: name for name in ("grpo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg", "sft")},
 }  # fmt: skip
 _LOSSES = ("gspo", "cispo")
 """Losses that have a recipe of their own, with GRPO's advantage."""
@@ -277,11 +278,11 @@ def _beside(planned: VerlPlan, pipe: Name) -> Iterator[Call]:
 
 def _distill(planned: VerlPlan, models: tuple[Any, Any], objects: Mapping[str, Any], reward: bool) -> Call:
     """Return the call of `recipes.distill`, where the divergence is the only loss."""
-    taken = inspect.signature(recipes.distill).parameters
+    taken = arguments("distill")
     given = {name: value for name, value in {**planned.settings, **objects}.items() if name in taken}
     given |= dict(planned.distill)
     given |= {"kl": "forward"} if "top_k" in planned.distill else {}
-    usual = inspect.signature(recipes.by_name(planned.recipe)).parameters["group_size"].default
+    usual = arguments(planned.recipe)["group_size"].default
     given |= {"group_size": planned.settings.get("group_size", usual)}
     given |= ({"policy_gradient": True} if planned.policy_gradient else {}) | (
         {"reward": Name("reward")} if reward else {}
@@ -289,14 +290,20 @@ def _distill(planned: VerlPlan, models: tuple[Any, Any], objects: Mapping[str, A
     return Call("recipes.distill", models, given)
 
 
+def arguments(recipe: str) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a recipe by name."""
+    return inspect.signature(getattr(recipes, recipe)).parameters
+
+
 class _Read:
     """Looks up settings by key; verl's default where a setting is missing."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+        self._usual = defaults(values)
+        self.values = {**self._usual, **values} if is_sft(values) else values
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, DEFAULTS.get(key, default))
+        return self.values.get(key, self._usual.get(key, default))
 
 
 def _at(read: _Read, holder: str) -> dict[str, Any]:
@@ -327,7 +334,8 @@ def _limit(found: Any) -> int | None:
 
 def _rows(read: _Read) -> dict[str, Any]:
     given = {"max_prompt_length": longest(read.values, "prompt"), "limit": _limit(read("data.train_max_samples"))}
-    given |= {"prompt": read("data.prompt_key")} if read("data.prompt_key", "prompt") != "prompt" else {}
+    prompt = read("data.messages_key" if is_sft(read.values) else "data.prompt_key", "prompt")
+    given |= {"prompt": prompt} if prompt != "prompt" else {}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -453,6 +461,7 @@ def _settings(read: _Read) -> dict[str, Any]:
         **_at(read, "PolicyLoss"),
         **_clip(read),
         **_sampling(read),
+        **({"max_tokens": longest(read.values, "response"), "every_turn": True} if recipe == "sft" else {}),
         "loss_mode": read(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"),
         "group_size": read(f"{_ROLLOUT}.n"),
         "ppo_mini_batch_size": _mini(read),
@@ -477,7 +486,7 @@ def _settings(read: _Read) -> dict[str, Any]:
             }
     if recipe == "dapo":
         settings["max_num_gen_batches"] = read("algorithm.filter_groups.max_num_gen_batches") or 4
-    known = inspect.signature(recipes.by_name(recipe)).parameters
+    known = arguments(recipe)
     # dr_grpo, dapo and gspo have their own max_tokens; a default of the recipe's that is not verl's is written out
     return {name: value for name, value in settings.items() if name in known and value != known[name].default}
 
@@ -505,7 +514,7 @@ def _inner(read: _Read) -> bool:
 
 def _actor_changes(read: _Read) -> dict[str, Any]:
     in_loss, in_reward = _kl(read)
-    known = (*inspect.signature(recipes.by_name(_recipe(read))).parameters, "clip_ratio_low", "kl_coef")
+    known = (*arguments(_recipe(read)), "clip_ratio_low", "kl_coef")
     changes = {name: one for name, one in _at(read, "PolicyLoss").items() if name not in known} | _at(read, "Update")
     if _inner(read) and in_reward and not in_loss:
         changes["kl_coef"] = 0.0
@@ -522,7 +531,7 @@ def _advantage_changes(read: _Read) -> dict[str, Any]:
     if not _inner(read) and in_loss and not in_reward:
         changes["kl_controller"] = None
     plain = read("algorithm.norm_adv_by_std_in_grpo", True) is False and method.startswith("grpo")
-    if plain and "norm_adv_by_std" not in inspect.signature(recipes.by_name(recipe)).parameters:
+    if plain and "norm_adv_by_std" not in arguments(recipe):
         changes["norm_by_std"] = False
     if read(f"{_ROLLOUT}.n") == 1 and method in GROUPED and method not in ("grpo_passk", "rloo_vectorized"):
         changes["singleton"] = "verl"
