@@ -1,6 +1,6 @@
 """The shipped tools: `python` (the model's code in the sandbox), `search` (BM25 over a corpus), `gsm8k_answer`, `calculator`, sub-agents.
 
-The calculator is a small recursive-descent parser, exact where possible, with limits, and without `eval`. A sub-agent is a
+The calculator walks the syntax tree of an expression, exact where possible, with limits, and without `eval`. A sub-agent is a
 tool whose execution is an agent loop of its own, sampled by the same policy and trained with it.
 """
 
@@ -264,16 +264,20 @@ def _document_text(number: int, document: Any) -> str:
 MAX_LENGTH = 500
 """Limit of an expression's characters."""
 MAX_DEPTH = 50
-"""Limit of nested brackets, signs and powers."""
+"""Limit of nested signs, powers and calls; of brackets it is Python's, 200."""
 MAX_BITS = 1024
 """Limit of every intermediate numerator and denominator: numbers have up to 308 digits."""
-_TOKEN = re.compile(
-    r"\s*(?:(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)|([A-Za-z_]\w*)|(\*\*|//|[-+*/%(),]))"
-)
-_LEVELS: tuple[dict[str, Callable[[Fraction, Fraction], Any]], ...] = (
-    {"+": operator.add, "-": operator.sub},
-    {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%": operator.mod},
-)
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_NOT_ARITHMETIC = re.compile(r"[^\w\s.+*/%(),-]")
+_DECIMAL = re.compile(r"[\d_.]+(?:[eE]([+-]?\d+))?")
+_LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=\d)")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 
 
@@ -290,11 +294,16 @@ def calculate(expression: str) -> Fraction:
     """
     if len(expression) > MAX_LENGTH:
         raise CalculationError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are read")
-    reader = _Reader(expression.translate(_SIGNS))
-    value = reader.value()
-    if (left := reader.next()) is not None:
-        raise CalculationError(f"unexpected {left!r} in the expression")
-    return value
+    text = " ".join(expression.translate(_SIGNS).split())
+    if strange := _NOT_ARITHMETIC.search(text):
+        hint = "; powers are written **" if strange[0] == "^" else ""
+        raise CalculationError(f"unexpected {strange[0]!r} in the expression{hint}")
+    text = _LEADING_ZEROS.sub("", text)
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise CalculationError(f"the expression cannot be read: {getattr(cause, 'msg', cause)}") from cause
+    return _value_of(tree.body, text)
 
 
 def shown(value: Fraction) -> str:
@@ -302,87 +311,36 @@ def shown(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self.tokens = _tokens(text)
-        self.place = 0
-        self.depth = 0
-
-    def next(self, *wanted: str) -> str | None:
-        """Take and return the next token if it is one of `wanted` (any token without these); else return None."""
-        token = self.tokens[self.place] if self.place < len(self.tokens) else None
-        if token is None or (wanted and token not in wanted):
-            return None
-        self.place += 1
-        return token
-
-    def expect(self, sign: str) -> None:
-        if self.next(sign) is None:
-            raise CalculationError(f"a {sign!r} is missing in the expression")
-
-    def value(self, level: int = 0) -> Fraction:
-        """Compute the next terms joined by operators of this level, or of tighter ones, from left to right."""
-        if level == len(_LEVELS):
-            return self.signed()
-        value = self.value(level + 1)
-        while sign := self.next(*_LEVELS[level]):
-            right = self.value(level + 1)
-            if right == 0 and sign in ("/", "//", "%"):
+def _value_of(node: ast.expr, text: str, depth: int = 0) -> Fraction:
+    """Compute the value of a node in the syntax tree of the expression `text`, under `depth` signs, powers and calls."""
+    if depth > MAX_DEPTH:
+        raise CalculationError(f"the expression is nested more than {MAX_DEPTH} deep")
+    match node:
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return _parse_number(ast.get_source_segment(text, node) or "")
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+            value = _value_of(node.operand, text, depth + 1)
+            return -value if isinstance(node.op, ast.USub) else value
+        case ast.BinOp(op=ast.Pow()):
+            return _check_size(_raised(_value_of(node.left, text, depth + 1), _value_of(node.right, text, depth + 1)))
+        case ast.BinOp() if type(node.op) in _OPERATIONS:
+            left, right = _value_of(node.left, text, depth), _value_of(node.right, text, depth)
+            if right == 0 and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
                 raise CalculationError("division by zero")
-            value = _check_size(Fraction(_LEVELS[level][sign](value, right)))
-        return value
-
-    def signed(self) -> Fraction:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise CalculationError(f"the expression is nested more than {MAX_DEPTH} deep")
-        if sign := self.next("+", "-"):
-            value = -self.signed() if sign == "-" else self.signed()
-        else:
-            value = self.atom()
-            if self.next("**"):
-                value = _check_size(_raised(value, self.signed()))
-        self.depth -= 1
-        return value
-
-    def atom(self) -> Fraction:
-        token = self.next()
-        if token is None:
-            raise CalculationError("the expression ends too early")
-        if token == "(":
-            value = self.value()
-            self.expect(")")
-            return value
-        if token[0].isdigit() or token[0] == ".":
-            return _parse_number(token)
-        if token in FUNCTIONS:
-            return self.call(token)
-        known = f"; known functions: {', '.join(FUNCTIONS)}" if token[0].isalpha() or token[0] == "_" else ""
-        raise CalculationError(f"unexpected {token!r} in the expression{known}")
-
-    def call(self, name: str) -> Fraction:
-        self.expect("(")
-        arguments = [self.value()]
-        while self.next(","):
-            arguments.append(self.value())
-        self.expect(")")
-        function, most = FUNCTIONS[name]
-        if len(arguments) > most:
-            raise CalculationError(f"{name} takes {most} argument{'s' if most > 1 else ''}, not {len(arguments)}")
-        return _check_size(function(*arguments))
-
-
-def _tokens(text: str) -> list[str]:
-    if left := _TOKEN.sub("", text).strip():
-        hint = "; powers are written **" if left[0] == "^" else ""
-        raise CalculationError(f"unexpected {left[0]!r} in the expression{hint}")
-    return [found[found.lastindex or 0] for found in _TOKEN.finditer(text)]
+            return _check_size(Fraction(_OPERATIONS[type(node.op)](left, right)))
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in FUNCTIONS:
+            function, most = FUNCTIONS[name]
+            if not 1 <= len(node.args) <= most:
+                raise CalculationError(f"{name} takes {most} argument{'s' * (most > 1)}, not {len(node.args)}")
+            return _check_size(function(*(_value_of(argument, text, depth + 1) for argument in node.args)))
+    part = "," if isinstance(node, ast.Tuple) else ast.get_source_segment(text, node)
+    raise CalculationError(f"unexpected {part!r} in the expression; known functions: {', '.join(FUNCTIONS)}")
 
 
 def _parse_number(text: str) -> Fraction:
-    exponent = re.split("[eE]", text)[1:]
-    if exponent and (len(exponent[0]) > 4 or abs(int(exponent[0])) > 300):
-        raise CalculationError(f"the number {text} is too large or too small")
+    number = _DECIMAL.fullmatch(text)
+    if number is None or abs(int(number[1] or 0)) > 300:
+        raise CalculationError(f"the number {text} is not decimal, or too large or too small")
     return _check_size(Fraction(text))
 
 
