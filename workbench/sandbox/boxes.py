@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from workbench.base.errors import SandboxError, SettingError
+from workbench.base.errors import SandboxError
 from workbench.sandbox import tiers
+from workbench.sandbox.protocol import checked
 
 MAX_FETCHED = 16 << 20
 """Largest file in bytes that `fetch` brings back."""
@@ -57,14 +58,6 @@ def copied(folder: Path, target: Path) -> None:
     if ran.returncode:
         remove(target)
         raise SandboxError("a folder of the sandbox could not be copied", found=ran.stderr.strip()[:300])
-
-
-def checked(name: str) -> PurePosixPath:
-    """Return a file's name as a relative path. Raises `SettingError` for one that leads out of the folder."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise SettingError("file of a sandbox", expected="a relative path inside its folder", found=repr(name))
-    return path
 
 
 def write(box: Path, files: Mapping[str, bytes | str]) -> None:

@@ -13,14 +13,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from threading import Event
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, first_line
 from workbench.sandbox import boxes
-from workbench.sandbox.process import ProcessLimits, contained
-from workbench.sandbox.protocol import ProcessOutcome, Result, status_of
+from workbench.sandbox.process import ProcessLimits, contained, in_turn
+from workbench.sandbox.protocol import ProcessOutcome, Result, checked, opened, status_of
 
 ENGINES = ("podman", "docker")
 """Container engines in order of preference: Podman needs no daemon that runs as root."""
@@ -77,7 +76,7 @@ class Containers:
         self.memory_limit_mb, self.disk_limit_mb, self.cpus = memory_limit_mb, disk_limit_mb, cpus
         self.output_limit = output_limit
         self.max_concurrent = max_concurrent or os.cpu_count() or 1
-        self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-container")
+        self.threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-container")
         self._ahead: list[asyncio.Future[ContainerWorkspace]] = []
 
     def describe(self) -> str:
@@ -101,12 +100,7 @@ class Containers:
             workspace = await self._ahead.pop(0)
         else:
             workspace = await self.started(chosen)
-        try:
-            await workspace.write(files or {})
-        except BaseException:
-            await workspace.close()
-            raise
-        return workspace
+        return await opened(workspace, files)
 
     async def started(self, image: str) -> ContainerWorkspace:
         """Start a new container of `image`, and return it as a workspace."""
@@ -149,16 +143,6 @@ class Containers:
         full = ran.limit is None and int(size or 0) > self.disk_limit_mb << 20
         return replace(ran, limit="disk") if full else ran
 
-    async def in_turn(self, name: str, command: str, seconds: float, environment: Mapping[str, str]) -> ProcessOutcome:
-        """Call `run_in` in one of the sandbox's threads; a cancellation ends the command."""
-        stop = Event()
-        job = partial(self.run_in, name, command, seconds, environment, stop)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, job)
-        except asyncio.CancelledError:
-            stop.set()
-            raise
-
 
 class ContainerWorkspace:
     """A container as a workspace (`sandbox.Workspace`); made by `Containers.workspace`."""
@@ -174,7 +158,8 @@ class ContainerWorkspace:
     ) -> Result:
         """Run a shell command in the working folder; the memory limit is that of `Containers`, whatever `memory_mb` is."""
         async with self._turn:
-            ran = await self._all.in_turn(self.name, command, seconds, environment or {})
+            work, stop = self._all.run_in, Event()
+            ran = await in_turn(self._all.threads, stop, work, self.name, command, seconds, environment or {}, stop)
         broken = ran.stderr if ran.status == "Error" else ""
         return Result(status=status_of(ran), run=ran, message=broken, where=self._all.engine)
 
@@ -186,7 +171,7 @@ class ContainerWorkspace:
     async def read(self, name: str) -> bytes | None:
         """Read a file of the working folder; None where there is no plain file of this name."""
         try:
-            packed = await self._engine("cp", f"{self.name}:{self._all.folder}/{boxes.checked(name)}", "-")
+            packed = await self._engine("cp", f"{self.name}:{self._all.folder}/{checked(name)}", "-")
         except SandboxError:
             return None
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
@@ -279,7 +264,7 @@ def _packed(files: Mapping[str, bytes | str]) -> bytes:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, body in files.items():
             content = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
-            entry = tarfile.TarInfo(str(boxes.checked(name)))
+            entry = tarfile.TarInfo(str(checked(name)))
             entry.size, entry.mode = len(content), 0o755 if content[:2] == b"#!" else 0o644
             archive.addfile(entry, io.BytesIO(content))
     return packed.getvalue()

@@ -13,22 +13,21 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
 from workbench.sandbox import boxes, memory, tiers
-from workbench.sandbox.process import ProcessLimits, contained, too_big
-from workbench.sandbox.protocol import ProcessOutcome, Program, Result, SyncSandbox, status_of
+from workbench.sandbox.process import ProcessLimits, contained, in_turn, too_big
+from workbench.sandbox.protocol import ProcessOutcome, Program, Result, SyncSandbox, opened, status_of
 
-T = TypeVar("T")
 _SHELL = ("/bin/bash", "-c")
 _OPEN_UP = "chmod -R u+rwX ."
 _OPEN_UP_SECONDS = 20.0
@@ -106,7 +105,7 @@ class LocalSandbox(SyncSandbox):
         if sys.platform != "linux":
             what, expected = "model code cannot be run on this system", "Linux, whose namespaces isolate a program"
             raise SandboxError(what, expected=expected, found=sys.platform, do=_ELSEWHERE)
-        self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
+        self.threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
         self.python, self.tier = "", ""
         reasons = []
         for world in tiers.worlds(python, bool(packages)):
@@ -163,15 +162,7 @@ class LocalSandbox(SyncSandbox):
     async def execute(self, program: Program) -> Result:
         """Run one program in a fresh process and folder. A cancellation ends its processes."""
         stop = threading.Event()
-        return await self.in_turn(stop, self.execute_in, self.tier, program, stop)
-
-    async def in_turn(self, stop: threading.Event, work: Callable[..., T], *args: Any) -> T:
-        """Do `work` in one of the sandbox's threads, as many as programs may run at a time; a cancellation sets `stop`."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-        except asyncio.CancelledError:
-            stop.set()
-            raise
+        return await in_turn(self.threads, stop, self.execute_in, self.tier, program, stop)
 
     def execute_in(self, tier: str, program: Program, stop: threading.Event | None = None) -> Result:
         """Run one program in the given tier of isolation and wait for its result; setting `stop` ends it."""
@@ -228,13 +219,7 @@ class LocalSandbox(SyncSandbox):
         if image is not None:
             do = "use sandbox.container(), or leave the image out"
             raise SandboxError(f"image {image!r} of a workspace in the {self!r}", expected="none", found=image, do=do)
-        workspace = LocalWorkspace(self)
-        try:
-            await workspace.write(files or {})
-        except BaseException:
-            await workspace.close()
-            raise
-        return workspace
+        return await opened(LocalWorkspace(self), files)
 
 
 class LocalWorkspace:
@@ -271,7 +256,7 @@ class LocalWorkspace:
             broken = ran.stderr if ran.status == "Error" else ""
             return Result(status=status_of(ran), run=ran, message=broken, where=sandbox.tier)
 
-        return await sandbox.in_turn(stop, work)
+        return await in_turn(sandbox.threads, stop, work)
 
     async def write(self, files: Mapping[str, bytes | str]) -> None:
         """Write files into the folder, in place of whatever has their names there; no link is followed."""

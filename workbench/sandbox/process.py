@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import selectors
@@ -9,15 +10,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from workbench.base.child import code_of, end_group
 from workbench.sandbox import memory
 from workbench.sandbox.protocol import Limit, ProcessOutcome, last_line, ran_out_of_memory
 
+T = TypeVar("T")
 WATCH_SECONDS = 0.1
 """Seconds between two measurements of a running sandbox's memory and disk."""
 MAX_ENTRIES = 10_000
@@ -40,6 +43,15 @@ class ProcessLimits:
     memory_mb: int
     """Limit in MiB of each process's address space, and of the memory of all processes together."""
     disk_mb: int
+
+
+async def in_turn(threads: Executor, stop: threading.Event, work: Callable[..., T], *args: Any) -> T:
+    """Do `work` in one of a sandbox's threads, as many as programs may run at a time; a cancellation sets `stop`."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
+    except asyncio.CancelledError:
+        stop.set()
+        raise
 
 
 class _Pipe:

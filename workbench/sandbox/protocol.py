@@ -12,7 +12,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from workbench.base import runtime
 from workbench.base.errors import SettingError
@@ -66,9 +66,7 @@ class Program:
             if not 0 < seconds <= MAX_SECONDS:
                 raise SettingError(f"{name} of a program", expected=f"> 0, at most {MAX_SECONDS:g} s", found=seconds)
         for name in (*self.files, *self.fetch_files):
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-                raise SettingError("file of a program", expected="a relative path inside its folder", found=repr(name))
+            checked(name, "file of a program")
 
     def to_request(self) -> dict[str, Any]:
         """Return the program as the JSON body of SandboxFusion's `POST /run_code`."""
@@ -95,6 +93,14 @@ class Program:
         except (TypeError, ValueError, AttributeError, binascii.Error) as cause:
             expected = "timeouts in seconds, an integer memory_limit_MB, files as {name: base64}, a list fetch_files"
             raise SettingError("fields of a /run_code request", expected=expected, found=cause) from cause
+
+
+def checked(name: str, what: str = "file of a sandbox") -> PurePosixPath:
+    """Return a file's name as a relative path. Raises `SettingError` for one that leads out of the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise SettingError(what, expected="a relative path inside its folder", found=repr(name))
+    return path
 
 
 def _in_base64(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -288,6 +294,19 @@ class Workspace(Protocol):
 
     async def close(self) -> None:
         """Remove the workspace; a second call does nothing."""
+
+
+W = TypeVar("W", bound=Workspace)
+
+
+async def opened(workspace: W, files: Mapping[str, bytes | str] | None) -> W:
+    """Write the first files into a new workspace and return it; where that fails it is closed."""
+    try:
+        await workspace.write(files or {})
+    except BaseException:
+        await workspace.close()
+        raise
+    return workspace
 
 
 @runtime_checkable
