@@ -220,9 +220,8 @@ def environment_rows(
             _close(env)
         prompt = [{"role": "system", "content": system}] if system else []
         chat = [*prompt, {"role": "user", "content": text}]
-        row = _row(data_source, chat, "", index, {"name": name, "seed": seed + index})
-        row["extra_info"]["score_by"] = "sum of turns"
-        rows.append(row)
+        played = {"name": name, "seed": seed + index}
+        rows.append(_row(data_source, chat, "", index, interaction_kwargs=played, score_by="sum of turns"))
     return rows
 
 
@@ -330,16 +329,16 @@ def verifiers_rows(
         if record.get("info") is not None:
             kwargs["info"] = record["info"] if isinstance(record["info"], str) else json.dumps(record["info"])
         fields = {"name": name, "prompt": prompt, **kwargs}
-        rows.append(_row(data_source, prompt, str(record.get("answer") or ""), index, fields))
+        rows.append(_row(data_source, prompt, str(record.get("answer") or ""), index, interaction_kwargs=fields))
     return rows
 
 
-def _row(source: str, prompt: list[Any], truth: str, index: int, interaction_kwargs: dict[str, Any]) -> dict[str, Any]:
+def _row(source: str, prompt: list[Any], truth: Any, index: int, **extra: Any) -> dict[str, Any]:
     return {
         "data_source": source,
         "prompt": prompt,
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"index": index, "interaction_kwargs": interaction_kwargs},
+        "reward_model": {"style": "rule", "ground_truth": truth if isinstance(truth, str) else ""},
+        "extra_info": {"index": index, **extra},
     }
 
 
@@ -439,10 +438,8 @@ def taskset_rows(taskset: Any, number: int, data_source: str) -> list[dict[str, 
             raise DataError(what, expected="a text or messages", found="none", do=do)
         if data.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": data.system_prompt}, *chat]
-        answer = getattr(data, "answer", None)
-        extra = {"index": index, "task": json.dumps(data.model_dump(mode="json", exclude_none=True))}
-        truth = {"style": "rule", "ground_truth": answer if isinstance(answer, str) else ""}
-        rows.append({"data_source": data_source, "prompt": chat, "reward_model": truth, "extra_info": extra})
+        task_text = json.dumps(data.model_dump(mode="json", exclude_none=True))
+        rows.append(_row(data_source, chat, getattr(data, "answer", None), index, task=task_text))
     return rows
 
 

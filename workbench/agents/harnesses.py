@@ -184,7 +184,7 @@ class Harness(AgentLoopBase):
             }  # fmt: skip
             command = [_fill_places(text, values) for text in self._play]
             with ExitStack() as opened:
-                pipes = [opened.enter_context(open(files[stream], mode)) for stream, mode in _PIPES]
+                pipes = {stream: opened.enter_context(open(files[stream], mode)) for stream, mode in _PIPES.items()}
                 trouble = await self._ended(session, command, pipes, env, self._folder or str(files["work"]))
             if trouble:
                 last = _tail(files["stderr"]) or _tail(files["stdout"])
@@ -209,13 +209,12 @@ class Harness(AgentLoopBase):
         return task.result()
 
     async def _ended(
-        self, session: PolicySession, command: list[str], pipes: Sequence[Any], env: Mapping[str, str], folder: str
+        self, session: PolicySession, command: list[str], pipes: Mapping[str, Any], env: Mapping[str, str], folder: str
     ) -> str:
         """Run a command to its end; return what went wrong, or "". All its processes are killed, however it ended."""
         try:
-            streams = dict(zip(("stdin", "stdout", "stderr"), pipes, strict=True))
             process = await asyncio.create_subprocess_exec(
-                *command, **streams, env=env, cwd=folder, start_new_session=True
+                *command, **pipes, env=env, cwd=folder, start_new_session=True
             )
         except OSError as error:
             what, expected = "the harness's command", "a program that can be started"
@@ -252,7 +251,7 @@ class Harness(AgentLoopBase):
         return AgentLoopOutput(ids, (), (), (), finish_reason="abort", version=version, turns=turns, extra=extra)
 
 
-_PIPES = (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))
+_PIPES = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}
 
 
 @dataclass(eq=False)

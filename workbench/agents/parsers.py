@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, cast
@@ -457,14 +457,9 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema allows; an empty set where it names none."""
-    return set(_kinds(schema))
-
-
-def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:
     kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else kind or ()
-    for one in schema.get("anyOf") or ():
-        yield from _kinds(one)
+    kinds = {kind} if isinstance(kind, str) else set(kind or ())
+    return kinds.union(*map(kinds_of, schema.get("anyOf") or ()))
 
 
 STOP = "Observation:"

@@ -15,7 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -246,29 +246,24 @@ class PolicyTokens:
                 TurnTokens(self.tokenizer, **switches)
             except SettingError as error:
                 raise Refusal(400, str(error), None, "tools") from error
-            roles = [role for role in ("user", "tool") if self._appends(role, switches)]
+            roles = []
+            for role in ("user", "tool"):
+                with suppress(SettingError):
+                    TurnTokens(self.tokenizer, roles=[role], **switches)
+                    roles.append(role)
             self._made[key] = TurnTokens(self.tokenizer, roles=roles, **switches), frozenset(roles)
         return self._made[key]
-
-    def _appends(self, role: str, switches: Mapping[str, Any]) -> bool:
-        try:
-            TurnTokens(self.tokenizer, roles=[role], **switches)
-        except SettingError:
-            return False
-        return True
 
     def for_template(self, message: Mapping[str, Any], recording: Recording) -> dict[str, Any]:
         """Convert a message to the form that the chat template reads: where that writes no calls, the message becomes the
         text with which the model wrote them."""
-        if not message.get("tool_calls"):
+        if not message.get("tool_calls") or "tool_calls" in str(getattr(self.tokenizer, "chat_template", "")):
             return dict(message)
-        if "tool_calls" not in str(getattr(self.tokenizer, "chat_template", "")):
-            written = recording.as_written(message)
-            if written is None:
-                why = "an assistant's message has tool_calls that the model did not make, and its chat template writes none"
-                raise Refusal(400, why, None, "messages")
-            return {"role": "assistant", "content": written}
-        return dict(message)
+        written = recording.as_written(message)
+        if written is None:
+            why = "an assistant's message has tool_calls that the model did not make, and its chat template writes none"
+            raise Refusal(400, why, None, "messages")
+        return {"role": "assistant", "content": written}
 
     def opening(self, request: ChatRequest, tokens: TurnTokens) -> str:
         """Return the text with which an answer begins that `tool_choice` forces to call, up to the tool's name or, where one

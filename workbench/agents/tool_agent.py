@@ -32,6 +32,7 @@ from workbench.agents.protocol import (
     AgentLoopOutput,
     FunctionCall,
     Interaction,
+    Seen,
     Sequences,
     Tool,
     ToolCall,
@@ -465,12 +466,11 @@ class ToolAgent(AgentLoopBase):
         transcript = episode.transcript
         last = transcript.turns[-1]
         wrote = transcript.ids[last.first : last.last + 1]
-        delta = (
-            self.tokens.pictured_delta(messages, wrote, pictures)
-            if pictures
-            else (self.tokens.delta(messages, wrote), None)
-        )
-        ids, seen = delta
+        seen: Seen | None = None
+        if pictures:
+            ids, seen = self.tokens.pictured_delta(messages, wrote, pictures)
+        else:
+            ids = self.tokens.delta(messages, wrote)
         if asking := self._history.is_full(len(transcript.context) + len(ids)):
             messages = self._history.asking(messages)
             ids = self.tokens.delta(messages, wrote)

@@ -392,11 +392,8 @@ def _several(cell: Any) -> list[Any]:
 def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
     """Split a pair without a prompt: (prompt, chosen, rejected); the prompt is what both answers begin with (TRL's
     "implicit prompt")."""
-    same = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        same += 1
+    alike = [first == second for first, second in zip(chosen, rejected, strict=False)]
+    same = [*alike, False].index(False)
     if isinstance(chosen, str):
         turn = chosen.rfind("\n\nAssistant:", 0, same)
         if turn >= 0:  # Anthropic's transcripts: what was said before is the prompt
