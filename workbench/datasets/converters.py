@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from workbench.base.config import require
 from workbench.base.errors import DataError, boundary, describe, unknown
 from workbench.datasets import files
-from workbench.datasets.records import cells_of, last_box, to_row
+from workbench.datasets.records import cells_of, last_box, text_fields, to_row
 
 TOOL_SYSTEM = (
     "Solve the problem step by step. Check your answer with the tool `{tool}` at least once before you give it, and think"
@@ -123,15 +123,6 @@ def _row(task: _Task, how: Kind, place: Mapping[str, Any], instruction: str, too
     return {**row, "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": extra, **task.columns}
 
 
-def _text_fields(record: Mapping[str, Any], place: str, *names: str) -> list[str]:
-    """Return these fields of a record. Raises `DataError`, naming the first field that is not a text, or is blank."""
-    for name in names:
-        if not isinstance(record.get(name), str) or not record[name].strip():
-            found = describe(record[name]) if name in record else f"columns {', '.join(record)}"
-            raise DataError(f"{name} of {place}", expected="a text", found=found)
-    return [record[name] for name in names]
-
-
 def _parsed(value: Any, place: str) -> Any:
     """Parse JSON text; return any other value unchanged. An integer with more digits than Python reads becomes a text that
     `_written` writes as it was."""
@@ -157,7 +148,7 @@ def _gsm8k(record: Mapping[str, Any], place: str) -> _Task:
 
 def _math(record: Mapping[str, Any], place: str) -> _Task:
     """Read a record of MATH, whose answer is in the solution's box, or of MATH-500, which has it in `answer`, too."""
-    question, solution = _text_fields(record, place, "problem", "solution")
+    question, solution = text_fields(record, place, "problem", "solution")
     truth = record.get("answer") or last_box(_BARE.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed{", solution)))
     if not isinstance(truth, str) or not truth.strip():
         raise DataError(f"solution of {place}", expected="an answer in \\boxed{…}", found=repr(solution[-60:]))
@@ -171,7 +162,7 @@ _BARE = re.compile(r"\\boxed\s+([^\s{$][^\s$]*)")
 
 
 def _geo3k(record: Mapping[str, Any], place: str) -> _Task:
-    question, answer = _text_fields(record, place, "problem", "answer")
+    question, answer = text_fields(record, place, "problem", "answer")
     pictures = record.get("images")
     if not isinstance(pictures, list) or question.count("<image>") != len(pictures):
         found = f"{question.count('<image>')} × <image> in the problem, images {describe(pictures)}"
@@ -187,7 +178,7 @@ def _geo3k(record: Mapping[str, Any], place: str) -> _Task:
 def _apps(record: Mapping[str, Any], place: str) -> _Task | None:
     """Read a record of APPS or TACO: `input_output` is JSON of `inputs`, `outputs` and, where a function is called,
     `fn_name`."""
-    (question,) = _text_fields(record, place, "question")
+    (question,) = text_fields(record, place, "question")
     tests = _parsed(record.get("input_output") or "{}", f"input_output of {place}")
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= tests.keys():
         if not tests:
@@ -204,7 +195,7 @@ def _livecodebench(record: Mapping[str, Any], place: str) -> _Task:
 
     Where a function is called, each line of a case's input is the JSON of an argument.
     """
-    (question,) = _text_fields(record, place, "question_content")
+    (question,) = text_fields(record, place, "question_content")
     cases = [
         case
         for name in ("public_test_cases", "private_test_cases")
@@ -250,7 +241,7 @@ def _unpacked(text: str, place: str) -> str:
 
 
 def _humaneval(record: Mapping[str, Any], place: str) -> _Task:
-    prompt, test, name = _text_fields(record, place, "prompt", "test", "entry_point")
+    prompt, test, name = text_fields(record, place, "prompt", "test", "entry_point")
     question = f"Complete this function:\n```python\n{prompt.rstrip()}\n```\n"
     return _code(question, None, {"test": test, "entry_point": name, "prompt": prompt}, record, "task_id")
 
@@ -258,7 +249,7 @@ def _humaneval(record: Mapping[str, Any], place: str) -> _Task:
 def _mbpp(record: Mapping[str, Any], place: str) -> _Task:
     """Read a record of MBPP (`text`) or its sanitized form (`prompt`); the question shows the assertions, as these name
     the function."""
-    (question,) = _text_fields(record, place, "prompt" if record.get("prompt") else "text")
+    (question,) = text_fields(record, place, "prompt" if record.get("prompt") else "text")
     tests = record.get("test_list")
     if not isinstance(tests, list) or not tests:
         raise DataError(f"test_list of {place}", expected="a list of assertions", found=describe(tests))

@@ -296,6 +296,15 @@ def refuse_media(columns: Mapping[str, Any], place: str, how: Reading | None = N
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
 
+def text_fields(record: Mapping[str, Any], place: str, *names: str) -> list[str]:
+    """Return these fields of a record. Raises `DataError`, naming the first field that is not a text, or is blank."""
+    for name in names:
+        if not isinstance(record.get(name), str) or not record[name].strip():
+            found = describe(record[name]) if name in record else f"columns {', '.join(record)}"
+            raise DataError(f"{name} of {place}", expected="a text", found=found)
+    return [record[name] for name in names]
+
+
 def to_row(
     record: Mapping[str, Any],
     *,
@@ -315,10 +324,7 @@ def to_row(
     if not isinstance(record, Mapping) or not {"question", "answer"} <= record.keys():
         found = ", ".join(sorted(record)) if isinstance(record, Mapping) else type(record).__name__
         raise DataError(f"GSM8K record at {where}", expected="question and answer", found=found)
-    question, answer = record["question"], record["answer"]
-    for name, value in (("question", question), ("answer", answer)):
-        if not isinstance(value, str) or not value.strip():
-            raise DataError(f"{name} of {where}", expected="a text", found=describe(value))
+    question, answer = text_fields(record, where, "question", "answer")
     if "####" not in answer:
         do = "for other answers, write rows with prompt and reward_model.ground_truth"
         raise DataError(where, expected="an answer with '#### <number>'", found=repr(answer[-60:]), do=do)

@@ -6,6 +6,7 @@ import ast
 import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -212,17 +213,11 @@ def _call(name: str, value: Any, wanted: Any) -> Case:
 def _possible_values(text: str) -> list[Any]:
     """Return the values that a text may mean: its JSON value, or else its value as a Python literal and the text
     itself; [] for neither."""
-    try:
+    with suppress(ValueError, RecursionError):
         return [_json(text)]
-    except (ValueError, RecursionError):
-        return _literals(text)
-
-
-def _literals(text: str) -> list[Any]:
-    try:
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return [json.loads(json.dumps(ast.literal_eval(text.strip()))), text]
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return []
+    return []
 
 
 # --- assertions -----------------------------------------------------------------------------------

@@ -236,10 +236,6 @@ def _row(record: Any, number: int) -> dict[str, Any]:
     return row_view(plain, columns[name], () if ids is None else ids, columns.get("prompt_ids"))
 
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
 @dataclass(frozen=True, kw_only=True)
 class PinResult:
     """The result of checking one pin with one reward: what the reward gave, and whether that is the expected score."""
