@@ -12,7 +12,7 @@ import workbench as wb
 from workbench import cli
 from workbench.agents import ToolAgent, function_tool
 from workbench.base import runtime
-from workbench.base.errors import Interrupted, SettingError
+from workbench.base.errors import EngineError, Interrupted, SettingError
 from workbench.engines.paired import Paired
 from workbench.replay import chat as chats
 from workbench.widgets.chat import ChatFace
@@ -76,6 +76,18 @@ def test_a_chat_closes_the_engines_that_it_opened(
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     assert cli.main(["chat", str(run[0].path), "--alone"]) == 0 and len(closed) == 3
     wb.chat(closed[0], base=closed[1]).close()
+    opened: list[Paired] = []
+
+    def lacking(*_: Any) -> Paired:
+        if opened:
+            raise EngineError("no second group of ranks")
+        opened.append(pair())
+        return opened[0]
+
+    monkeypatch.setattr(chats, "learner_of", lacking)
+    with pytest.raises(EngineError):
+        wb.chat(run[0])
+    assert closed.pop() is opened[0], "the first side's ranks do not stay"
     assert len(closed) == 3, "those that were passed stay open"
 
 

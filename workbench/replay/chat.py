@@ -7,7 +7,8 @@ which rewards read, and its tokens have log-probs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,8 @@ def chat(
     terms = {name: value for name, value in terms.items() if value is not None}
     if isinstance(model, Run):
         engine, other = _sides_of(model, step, base is None)
-        terms = {**_terms_of(model, terms), **terms}
+        with _closes(engine, other):
+            terms = {**_terms_of(model, terms), **terms}
     elif isinstance(model, Sampler):
         engine, other = model, _base_of(model) if base is None else None
     else:
@@ -331,9 +333,22 @@ def _sides_of(run: Run, step: int | str | None, both: bool) -> tuple[Sampler, Sa
     other = trained.base() if both and isinstance(trained, LocalEngine) else None
     if both and other is None:
         plain = {name: value for name, value in record.items() if not name.startswith("lora_")}
-        other = learner_of("actor", Path(record["path"]), plain, trust)
+        with _closes(trained):
+            other = learner_of("actor", Path(record["path"]), plain, trust)
     trained.path = str(place)
     return trained, other
+
+
+@contextmanager
+def _closes(*engines: Any) -> Iterator[None]:
+    """Close engines where the block fails: nothing else would end the ranks of a sharded one."""
+    try:
+        yield
+    except BaseException:
+        for engine in engines:
+            if isinstance(engine, Closable):
+                engine.close()
+        raise
 
 
 def _terms_of(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
