@@ -15,7 +15,7 @@ from support.patience import examples
 
 import workbench as wb
 from workbench.engines.local_engine.loading import open_tokenizer
-from workbench.views.tokens import CAP, QUANTITIES, TokenRow, colour_of, span_of_values, token_texts
+from workbench.views.tokens import CAP, QUANTITIES, TokenRow, aligned, colour_of, span_of_values, token_texts
 
 
 def batch(**columns: Any) -> wb.DataProto:
@@ -85,6 +85,21 @@ def test_two_rows_are_on_one_scale() -> None:
     assert both.labels == ["row 0, first", "row 0, second"] and both.quantity()[1] == (-2.0, 2.0)
 
 
+def test_two_rows_are_aligned_token_by_token() -> None:
+    assert aligned([1, 2, 3, 4], [1, 9, 3, 4]) == [
+        (True, range(1), range(1)), (False, range(1, 2), range(1, 2)), (True, range(2, 4), range(2, 4)),
+    ]  # fmt: skip
+    chance = aligned([1, 2, 3, 4, 7, 5, 6, 8, 8], [9, 9, 9, 7, 9, 9, 9])
+    assert chance == [(False, range(9), range(7))], "a chance token does not break up what differs"
+    both = wb.views.tokens(batch(), 0, against=batch(advantages=torch.ones(2, 4) * 2))
+    html = both._repr_html_()
+    assert (
+        html.count("⟨6⟩") == 1 and "advantage 0.5 → 2" in html and "linear-gradient(rgba" in html and lint(html) == []
+    )
+    little = wb.views.tokens(batch(), 0, "advantage", against_row=1)  # two tokens of three have another mark
+    assert little.pairs() == [] and "what differs is framed" in html and "is framed" not in little.html()
+
+
 def test_every_number_is_on_hover_and_clipping_has_a_shape() -> None:
     html = wb.views.tokens(batch(), 0)._repr_html_()
     assert "2  id 7  log_prob -3  ref_log_prob -2  kl -1  ratio 2  clipped 1" in html
@@ -105,7 +120,7 @@ def test_long_responses_are_cut_and_the_cut_is_said() -> None:
     mask = torch.ones_like(ids)
     long = wb.DataProto({"responses": ids, "response_mask": mask, "advantages": torch.rand(1, 8000)})
     html = wb.views.tokens(long, 0)._repr_html_()
-    assert html.count("<span style=") <= CAP + 3 and "6,000 more tokens" in html and len(html) < 400_000
+    assert html.count("<span style=") <= CAP + 8 and "6,000 more tokens" in html and len(html) < 400_000
 
 
 def test_a_batch_on_disk_gives_one_row_and_keeps_nothing(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from workbench.views.comparisons import metrics_beside
 from workbench.views.curves import LiveFigure, panel, png
 from workbench.views.plots import Plots
 from workbench.views.samples import samples
-from workbench.views.tokens import tokens, transcript
+from workbench.views.tokens import tokens
+from workbench.views.transcripts import transcript
 
 DRAWN = 8
 """Runs whose curves are drawn over each other unless others are asked for: the newest."""

@@ -6,7 +6,8 @@ from workbench.views.curves import figure, panel, save_figure
 from workbench.views.faces import FACES
 from workbench.views.samples import groups, samples
 from workbench.views.seeds import seeds
-from workbench.views.tokens import sampler_logprob_diff, tokens, transcript
+from workbench.views.tokens import sampler_logprob_diff, tokens
+from workbench.views.transcripts import transcript
 
 shown.register(
     FACES,

@@ -125,6 +125,12 @@ def bar(share: float, text: str, good: bool = True, signed: bool = False) -> Spa
     return line(Span("", f"{_BAR};background:linear-gradient(90deg,{ends})"), text, style="white-space:nowrap")
 
 
+def chip(text: str, value: float = 0.0, title: str = "") -> Span:
+    """Show a short text on the colour of a number's sign: green above 0, orange below, grey for 0."""
+    shade = UP if value > 0 else DOWN if value < 0 else "128,128,128"
+    return Span(text, f"background:rgba({shade},.18);padding:0 5px;border-radius:3px;white-space:nowrap", title=title)
+
+
 def pairs(facts: Sequence[tuple[str, str]]) -> Either:
     """Show (name, value) pairs of text: one per line in a terminal, a table in HTML."""
     rows: list[list[Part]] = [[faint(what), value] for what, value in facts]

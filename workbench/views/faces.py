@@ -1,9 +1,9 @@
 """The table of which function shows which class: names only, imported when an object is first shown."""
 
 _DOCUMENTS = {
-    "workbench.agents.stepping:EpisodeTree": "tokens:tree",
-    "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
-    "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
+    "workbench.agents.stepping:EpisodeTree": "transcripts:tree",
+    "workbench.agents.loop:AgentLoopBase": "transcripts:agent_loop",
+    "workbench.agents.stepping:EpisodeStepper": "transcripts:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",
     "workbench.cluster.pools:Plan": "clusters:plan",
     "workbench.cluster.status:Profile": "clusters:profile",
@@ -62,8 +62,8 @@ FACES = {name: {"document": f"workbench.views.{function}"} for name, function in
 for _name, _widget in _WIDGETS.items():
     FACES.setdefault(_name, {})["widget"] = f"workbench.widgets.layer:{_widget}"
 FACES["workbench.agents.stepping:EpisodeTree"] |= {
-    "credit": "workbench.views.tokens:credit",
-    "frame": "workbench.views.tokens:frame",
+    "credit": "workbench.views.transcripts:credit",
+    "frame": "workbench.views.transcripts:frame",
 }
 FACES["workbench.replay.chat:Chat"]["widget"] = "workbench.widgets.chat:ChatFace"
 FACES["workbench.replay.run:Run"] |= {

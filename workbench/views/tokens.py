@@ -1,35 +1,29 @@
-"""The tokens of a response with every number that a batch has for them, coloured by one; a row turn by turn; trees of rows."""
+"""The tokens of a response with every number that a batch has for them, coloured by one; two rows aligned."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from workbench.agents.loop import AgentLoopBase
-from workbench.agents.protocol import Turn
-from workbench.agents.stepping import call_text
 from workbench.base.errors import BatchError, message, unknown
 from workbench.base.shown import plain
 from workbench.dataproto.columns import declared
-from workbench.dataproto.core import DataProto, row_name, sequence_of
-from workbench.datasets.pictures import text_of
+from workbench.dataproto.core import DataProto, row_name
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.engines.protocol import Late
 from workbench.views import document as doc
-from workbench.views import prose
 from workbench.views.curves import GREY, bare, cell_figure
 from workbench.views.sample_table import batch_of, object_at
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from workbench.agents.stepping import EpisodeStepper, EpisodeTree, TreeNode, TurnValue
 
 
 @dataclass(frozen=True)
@@ -326,12 +320,80 @@ class Tokens(doc.View):
         """Build the display: each row's tokens, in HTML coloured, in a terminal each with its number."""
         quantity, span = self.quantity()
         lines: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
-        page: list[doc.Part] = [legend(quantity, span)]
+        heads, pages = list[doc.Part](), list[doc.Part]()
         for label, row in zip(self.labels, self.rows, strict=True):
             lines += [f"{label}, {row.length} tokens", _row_text(row, self.colour)]
-            facts = [f"{row.length} tokens", *judged(row)]
-            page += [doc.line(doc.bold(label), *(f" · {fact}" for fact in facts)), _row_page(row, quantity, span)]
-        return doc.Either(lines, page)
+            heads.append(headline(label, row, f"{row.length} tokens"))
+            pages.append(_row_page(row, quantity, span))
+        if pairs := self.pairs():
+            lines.append(f"{sum(len(a) for same, a, _ in pairs if same)} tokens are in both")
+            shown = [doc.small(doc.faint(ALIGNED)), _pair_page(self.rows, pairs, quantity, span)]
+        else:
+            shown = list(itertools.chain(*zip(heads, pages, strict=True)))
+            heads = []
+        return doc.Either(lines, [legend(quantity, span), *heads, *shown])
+
+    def pairs(self) -> list[Stretch]:
+        """Return the two rows' responses aligned, as `aligned` does; [] for a single row, and where they share less than a
+        third of their tokens.
+        """
+        keys = [[(token, _mark(row, place)) for place, token in enumerate(row.ids)] for row in self.rows]
+        found = aligned(*keys) if len(keys) > 1 else []
+        common = sum(len(places) for same, places, _ in found if same)
+        return found if 3 * common >= max(row.length for row in self.rows) else []
+
+
+Stretch: TypeAlias = tuple[bool, range, range]
+"""Tokens of two responses: whether they are the same, and their indices in the first and in the second."""
+ALIGNED = "A token that both rows have stands once, the first row's colour above the second's; what differs is framed, first above second."
+
+
+def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Stretch]:
+    """Align the tokens of two responses. Common tokens between longer stretches that differ count as different, so that
+    a chance comma does not break them up.
+    """
+    steps = SequenceMatcher(None, first, second).get_opcodes()
+    sizes = [0 if kind == "equal" else max(b - a, d - c) for kind, a, b, c, d in steps] + [0]
+    found = list[Stretch]()
+    for at, (kind, a, b, c, d) in enumerate(steps):
+        same = kind == "equal" and 2 * (b - a) >= min(sizes[at - 1], sizes[at + 1])
+        if found and not same and not found[-1][0]:
+            _, left, right = found.pop()
+            a, c = left.start, right.start
+        found.append((same, range(a, b), range(c, d)))
+    return found
+
+
+def _pair_page(
+    rows: Sequence[TokenRow], pairs: Sequence[Stretch], quantity: Quantity, span: tuple[float, float]
+) -> doc.Part:
+    """Show two aligned responses as a text, after the prompts."""
+    prompts = dict.fromkeys(_prompt(row) for row in rows)
+    parts: list[doc.Part] = [[(prompt, doc.BREAK) if len(prompts) > 1 else prompt for prompt in prompts]]
+    for same, *sides in pairs:
+        sides = [range(min(one.start, CAP), min(one.stop, CAP)) for one in sides]
+        if same:
+            parts += [
+                _token(rows[0], place, quantity, span, (rows[1], twin)) for place, twin in zip(*sides, strict=False)
+            ]
+        else:
+            shown = [coloured(row, one, quantity, span) or "–" for row, one in zip(rows, sides, strict=True)]
+            parts.append(doc.Span([doc.line(one) for one in shown], _APART, "div"))
+    left = max(row.length for row in rows) - CAP
+    return doc.line(parts, style=BOX), rest(left, ": a live notebook shows them")
+
+
+_APART = "display:inline-block;vertical-align:top;max-width:100%;border:1px solid rgba(128,128,128,.6);border-radius:3px;padding:0 2px"
+
+
+def headline(label: str, row: TokenRow, *facts: str) -> doc.Part:
+    """Show a row's name and verdict in a line, its reward on its colour, then facts in a paler one."""
+    first, *further = judged(row) or [""]
+    score = object_at(row.batch, "score", row.row)
+    reward = doc.chip(first, score.value if score.scored else -1.0) if first else ()
+    return doc.line(
+        doc.bold(label), " ", reward, *(f" · {one}" for one in further), doc.faint(doc.small(" · ", " · ".join(facts)))
+    )
 
 
 def judged(row: TokenRow) -> list[str]:
@@ -363,11 +425,18 @@ def _row_text(row: TokenRow, colour: str) -> str:
 
 
 def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> doc.Part:
+    shown = coloured(row, range(min(row.length, CAP)), quantity, span)
+    return doc.line(_prompt(row), shown, style=BOX), rest(row.length - CAP, ": a live notebook shows them")
+
+
+def _prompt(row: TokenRow) -> doc.Span:
     prompt = "".join(row.prompt)
-    before = doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.7")
-    left = row.length - CAP
-    tail = doc.line(f"{left:,} more tokens: a live notebook shows them", style="opacity:0.7") if left > 0 else ()
-    return doc.line(before, coloured(row, range(min(row.length, CAP)), quantity, span), style=BOX), tail
+    return doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.7")
+
+
+def rest(left: int, where: str = "") -> doc.Part:
+    """Say how many tokens are not shown, and `where` they are."""
+    return doc.line(doc.faint(f"{left:,} more tokens{where}")) if left > 0 else ()
 
 
 def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tuple[float, float]) -> doc.Part:
@@ -375,17 +444,37 @@ def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tup
     return [_token(row, place, quantity, span) for place in places]
 
 
-def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> doc.Span:
-    shaded = row.own[place] and quantity.name in row.values
-    style = f"background:{colour_of(row.values[quantity.name][place], quantity, span)}" if shaded else ""
+def _token(
+    row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float], twin: tuple[TokenRow, int] | None = None
+) -> doc.Span:
+    """Show a token; with its `twin` in another row both colours and both rows' numbers."""
+    sides = [(row, place), *([twin] if twin else [])]
+    shades = [shade(one, at, quantity, span) for one, at in sides]
+    paint = shades[0] if len({*shades}) == 1 else f"linear-gradient({shades[0] or _NONE} 50%,{shades[1] or _NONE} 50%)"
+    style = (f"background:{paint}" if paint else "") + _mark(row, place)
+    numbers = [{name: f"{values[at]:.4g}" for name, values in one.values.items()} for one, at in sides]
+    texts = {name: dict.fromkeys(each.get(name, "–") for each in numbers) for each in numbers for name in each}
+    said = "  ".join(f"{name} {' → '.join(values)}" for name, values in texts.items())
+    return doc.Span(visible(row.texts[place]), style, title=f"{place}  id {row.ids[place]}  {said}")
+
+
+def _mark(row: TokenRow, place: int) -> str:
+    """Return the style that says whether a token is the model's own, rejected, or clipped."""
     if not row.own[place]:
-        style += ";border-bottom:2px dotted rgba(128,128,128,0.9)"
-    elif row.rejected[place]:
-        style += ";text-decoration:line-through"
-    elif row.values.get("clipped") and row.values["clipped"][place]:
-        style += ";border-bottom:2px solid rgba(190,70,50,0.95)"
-    numbers = "  ".join(f"{name} {values[place]:.4g}" for name, values in row.values.items())
-    return doc.Span(visible(row.texts[place]), style, title=f"{place}  id {row.ids[place]}  {numbers}")
+        return ";border-bottom:2px dotted rgba(128,128,128,0.9)"
+    if row.rejected[place]:
+        return ";text-decoration:line-through"
+    clipped = row.values.get("clipped")
+    return ";border-bottom:2px solid rgba(190,70,50,0.95)" if clipped and clipped[place] else ""
+
+
+_NONE = "transparent"
+
+
+def shade(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> str:
+    """Return a token's CSS colour; "" for one that the model did not sample, and where the row lacks the quantity."""
+    values = row.values.get(quantity.name)
+    return colour_of(values[place], quantity, span) if values and row.own[place] else ""
 
 
 def visible(text: str) -> str:
@@ -471,340 +560,3 @@ def sampler_logprob_diff(batch: DataProto) -> Figure:
     for axes in (left, right):
         bare(axes, grid=None)
     return figure
-
-
-# --- turn by turn ----------------------------------------------------------------------------------
-
-TURN_CAP = 1000
-"""Most tokens of one turn in a static form."""
-_EDGES = {"assistant": "rgba(130,80,223,0.7)", "tool": "rgba(46,160,67,0.7)", "user": "rgba(212,140,30,0.8)"}
-_OTHER = "rgba(128,128,128,0.5)"
-
-
-class TranscriptView(doc.View):
-    """An episode turn by turn: prompt, turns with coloured tokens, and the episode's other sequences.
-    `transcript(batch, row)` makes it.
-    """
-
-    def __init__(self, tokens: Tokens, row: TokenRow, turns: Sequence[Turn], prompt: Sequence[Any]) -> None:
-        self.tokens = tokens
-        self.sequences: tuple[TranscriptView, ...] = (self,)
-        """The views of all sequences of the episode, in order, this one among them."""
-        self.turns = tuple(turns)
-        self.prompt = [one if isinstance(one, dict) else {"role": "user", "content": one} for one in prompt]
-        self.rendered = self.formulas = False
-        """Whether texts are drawn as Markdown and code, and formulas as MathML; else turns are coloured tokens."""
-        self.label = row_name(row.batch, row.row)
-        """The row's number, and for an episode of several rows the number of the sequence."""
-        self._row = row
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """A DataFrame with a line for each turn: role, text, indices of its first and last token, mask, calls, score,
-        cut, edited.
-
-        For an episode of several sequences it has the turns of all, with the column `sequence`, from 1.
-        """
-        import pandas as pd
-
-        if len(self.sequences) > 1:
-            each = [one._frame().assign(sequence=number) for number, one in enumerate(self.sequences, 1)]
-            return pd.concat(each, ignore_index=True)
-        return self._frame()
-
-    def _frame(self) -> pd.DataFrame:
-        import pandas as pd
-
-        columns = ["role", "text", "first", "last", "mask", "calls", "score", "cut", "edited"]
-        rows = [vars(turn) for turn in self.turns]
-        calls = ["; ".join(map(call_text, turn.calls)) for turn in self.turns]
-        mask = [int(turn.role == "assistant") for turn in self.turns]
-        return pd.DataFrame(rows).assign(mask=mask, calls=calls).reindex(columns=columns)
-
-    def head(self) -> str:
-        """Summarise the transcript in one line: how many turns, calls and tokens, and how many tokens are the model's
-        own.
-        """
-        calls = sum(len(turn.calls) for turn in self.turns)
-        edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
-        parts = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
-        parts += [*judged(self._row), f"{sum(self._row.own)} of {self._row.length} tokens are in the loss"]
-        parts += [f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else []
-        return " · ".join(parts)
-
-    def document(self) -> doc.Part:
-        """Build the display: the prompt and the turns of each sequence, in HTML with coloured tokens."""
-        return [
-            one._alone(() if place else legend(*self.tokens.quantity())) for place, one in enumerate(self.sequences)
-        ]
-
-    def _alone(self, scale: doc.Part) -> doc.Part:
-        row, places = self._row, range(len(self.turns))
-        lines = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
-        page = [_block(_OTHER, f"{one['role']} · prompt", self._text(text_of(one["content"]))) for one in self.prompt]
-        read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
-        head = doc.line(doc.bold(self.label), f" · {self.head()}"), scale
-        text = [f"{self.label}: {self.head()}", lines, *map(self._turn_lines, places)]
-        return doc.Either(text, [head, page, read, lambda: [self._turn(place) for place in places]])
-
-    def _text(self, text: str) -> doc.Part:
-        return prose.rendered(text, self.formulas) if self.rendered else doc.block(text)
-
-    def _turn_lines(self, place: int) -> list[str]:
-        turn = self.turns[place]
-        lines = [f"{place:3} {turn.role:9} {_facts(turn, self._row)}  {doc.one_line(turn.text, 300)}"]
-        lines += [f"      {call_text(call)}" for call in turn.calls]
-        return lines + [f"      {doc.one_line(note, 300)}" for note in (turn.cut, turn.error) if note]
-
-    def _turn(self, place: int) -> doc.Part:
-        turn, (quantity, span) = self.turns[place], self.tokens.quantity()
-        shown = range(turn.first, min(turn.last + 1, turn.first + TURN_CAP, self._row.length))
-        left = turn.last + 1 - turn.first - len(shown)
-        drawn = shown and not self.rendered
-        body: list[doc.Part] = [
-            doc.line(coloured(self._row, shown, quantity, span), style=BOX) if drawn else self._text(turn.text),
-            doc.line(doc.faint(f"{left:,} more tokens")) if drawn and left > 0 else (),
-            _calls(turn),
-            [doc.line(doc.faint(note)) for note in (turn.cut, turn.error) if note],
-        ]
-        title = f"{place} · ", doc.bold(turn.role), f" · {_facts(turn, self._row)}"
-        return _block(_EDGES.get(turn.role, _OTHER), title, body)
-
-
-def transcript(
-    thing: Any,
-    row: int = 0,
-    colour: str | None = None,
-    *,
-    tokenizer: Any = None,
-    rendered: bool = False,
-    formulas: bool = False,
-) -> TranscriptView:
-    """Show one row's episode turn by turn, with all its sequences, from a batch, trace, stepper, run or stepped
-    episode.
-
-    The tokens are coloured by `colour`, and have the same indices, as in `tokens`; a dotted underline means mask 0, not
-    sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. `rendered` draws
-    the texts as Markdown and code in place of tokens, and with `formulas` LaTeX as MathML. Raises as `tokens` does.
-
-    Example:
-        >>> wb.views.transcript(s, 3, "advantage").frame  # doctest: +SKIP
-    """
-    first = TokenRow(thing, row, tokenizer)
-    _, numbers = sequence_of(first.batch, row) or (row, [row])
-    rows = [first if number == row else TokenRow(thing, number, tokenizer) for number in numbers]
-    shown = Tokens(rows, [f"row {number}" for number in numbers], colour)
-    main = [one for one in rows if "sub_agent" not in (object_at(one.batch, "agent_extra", one.row) or {})]
-    # the prompts of later sequences and of sub-agents are not the row's
-    views = tuple(_sequence(shown, one, prompted=one in main[:1]) for one in rows)
-    for view in views:
-        view.sequences, view.rendered, view.formulas = views, rendered, formulas
-    return views[numbers.index(row)]
-
-
-def _sequence(shown: Tokens, row: TokenRow, *, prompted: bool) -> TranscriptView:
-    records, text, prompt = (object_at(row.batch, name, row.row) for name in ("turns", "response_text", "raw_prompt"))
-    # without turns it is one response, or of a loop that keeps no transcript
-    alone = Turn("assistant", str(text or "".join(row.texts)), 0, row.length - 1)
-    turns = [Turn.from_dict(turn) for turn in records or ()] or [alone]
-    chat = [] if prompt is None or not prompted else [prompt] if isinstance(prompt, str) else list(prompt)
-    return TranscriptView(shown, row, turns, chat)
-
-
-def episode(stepper: EpisodeStepper, rendered: bool = False, formulas: bool = False) -> doc.Part:
-    """Build the display of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
-    view = transcript(stepper.batch, 0, tokenizer=stepper.tokenizer, rendered=rendered, formulas=formulas)
-    for number, one in enumerate(view.sequences, 1):
-        several = f"episode {stepper.number}, sequence {number} of {len(view.sequences)}"
-        one.label = several if len(view.sequences) > 1 else f"row {stepper.row}"
-    return view.document(), doc.line(doc.bold(_upcoming(stepper)))
-
-
-def _upcoming(stepper: EpisodeStepper) -> str:
-    if (who := stepper.next_role) is None:
-        return f"over: {stepper.output.finish_reason}"
-    if who == "tool":
-        return (
-            f"next: the tool, {'; '.join(f'{one.name}({doc.one_line(one.arguments, 200)})' for one in stepper.asked)}"
-        )
-    return "next: the model" if who == "assistant" else "next: the user"
-
-
-def _facts(turn: Turn, row: TokenRow) -> str:
-    count = turn.last + 1 - turn.first
-    places = f"tokens {turn.first} to {turn.last}" if count > 0 else "no tokens"
-    own = row.own[turn.first : turn.last + 1]
-    facts = [places, *([f"mask {int(all(own))}" if len(set(own)) == 1 else "mask mixed"] if own else [])]
-    facts += [f"score {turn.score:g}"] if turn.score is not None else []
-    facts += ["written by hand"] if turn.edited else []
-    return " · ".join(facts)
-
-
-def _calls(turn: Turn) -> doc.Part:
-    rows: list[list[doc.Part]] = []
-    for call in turn.calls:
-        notes = "; ".join(filter(None, (call.why, call.cut)))
-        reward = "" if call.reward is None else doc.number(call.reward, "g")
-        rows.append([call.name, doc.block(call.arguments), call.status, doc.block(call.result), reward, notes])
-    return doc.Table(["call", "arguments", "status", "answer", "reward", "note"], rows)
-
-
-def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
-    head = doc.line(title, style="opacity:0.8;font-size:90%")
-    return doc.line(head, body, style=f"border-left:3px solid {edge};padding:1px 0 3px 8px;margin:5px 0")
-
-
-def agent_loop(loop: AgentLoopBase) -> doc.Part:
-    """Build the display of an agent loop: its tools with their arguments, simulated users, parser and limits."""
-    settings = dict(loop.describe())
-    tools = [one.get("function", {}) for one in settings.pop("tools", [])]
-    rows = [[one.get("name", ""), _arguments(one), doc.block(one.get("description", ""))] for one in tools]
-    users = settings.pop("interactions", [])
-    return (
-        doc.line(doc.bold(type(loop).__name__), " ", str(settings.pop("name", ""))),
-        doc.Table(["tool", "arguments", "description"], rows),
-        doc.line(f"users: {', '.join(users)}") if users else (),
-        doc.Fold("settings", doc.pairs([(name, str(value)) for name, value in settings.items()])),
-    )
-
-
-def _arguments(function: Mapping[str, Any]) -> str:
-    parameters = function.get("parameters") or {}
-    needed = set(parameters.get("required") or ())
-    kinds = {name: str(one.get("type", "any")) for name, one in (parameters.get("properties") or {}).items()}
-    return ", ".join(f"{name}: {kind}" + ("" if name in needed else " (optional)") for name, kind in kinds.items())
-
-
-# --- a tree of continuations ------------------------------------------------------------------------
-
-_TURN_TEXT = 90
-"""Most characters of a turn that are shown."""
-
-
-def tree(tree: EpisodeTree) -> doc.Part:
-    """Build the display of an `EpisodeTree`: what each stretch of the recorded episode was worth, then all nodes."""
-    nodes = tree.nodes
-    stretches = [
-        [node.places, _turns_text(node), _number(before), _number(node.value), _signed(gained)]
-        for node, before, gained in _gains(tree)
-    ]
-    rewards = [float(one) for one, scored in zip(tree.batch["reward"], tree.batch["scored"], strict=True) if scored]
-    low, high = min((*rewards, 0.0)), max((*rewards, 1.0))
-    left = len(tree.leaves) - len(rewards)
-    points = ", ".join(map(str, tree.points))
-    facts = [
-        f"row {tree.leaves[0].row}: {doc.counted(len(tree.leaves) - 1, 'continuation')}",
-        f"from turn{'s' * (len(tree.points) > 1)} {points}",
-        *([f"{left} of {len(tree.leaves)} leaves have no score and count in no mean"] if left else []),
-    ]
-    return (
-        doc.line(doc.bold(" · ".join(facts))),
-        doc.Table(["turns", "recorded", "value before", "value after", "advantage"], stretches),
-        doc.Fold(
-            f"the tree: {doc.counted(len(nodes), 'node')}, equal ones joined",
-            lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
-            opened=True,
-        ),
-        doc.line(
-            doc.faint("value ± standard error · credit: value − mean of the other continuations from its first turn")
-        ),
-    )
-
-
-def credit(tree: EpisodeTree) -> pd.DataFrame:
-    """Make the DataFrame that `Tree.credit` returns: what each stretch of the recorded episode gained."""
-    import pandas as pd
-
-    lines = []
-    for node, before, gained in _gains(tree):
-        words = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
-        values = {"before": before.mean, "before_error": before.error}
-        values |= {"after": node.value.mean, "after_error": node.value.error}
-        lines.append(words | values | {"advantage": gained.mean, "error": gained.error, "n": before.count})
-    return pd.DataFrame(lines)
-
-
-def frame(tree: EpisodeTree) -> pd.DataFrame:
-    """Make the DataFrame that `Tree.to_pandas` returns: one line for each node."""
-    import pandas as pd
-
-    rows = [
-        {
-            "node": node.number,
-            "parent": node.parent,
-            "turns": node.places,
-            "recorded": node.recorded,
-            "text": " ⏎ ".join(turn.text for turn in node.turns),
-            "leaves": len(node.leaves),
-            "value": node.value.mean,
-            "error": node.value.error,
-            "credit": node.credit.mean,
-            "credit_error": node.credit.error,
-        }
-        for node in tree.nodes
-    ]
-    return pd.DataFrame(rows).astype({"parent": "Int64"})
-
-
-def _gains(tree: EpisodeTree) -> Iterator[tuple[TreeNode, TurnValue, TurnValue]]:
-    """Yield (a stretch of the recorded episode, the value before it, what the stretch gained)."""
-    for node in tree.nodes:
-        if node.recorded and node.parent is not None:
-            before = tree.value(node.first)
-            yield node, before, node.value.minus(before)
-
-
-def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.Part]]:
-    depth: dict[int | None, int] = {None: -1}
-    rows: list[list[doc.Part]] = []
-    for node, count in _alike(nodes):
-        level = depth[node.number] = depth[node.parent] + 1
-        places = node.places or "the prompt"
-        places = (
-            f"turn {places}" if node.places and len(node.turns) == 1 else f"turns {places}" if node.places else places
-        )
-        name = doc.bold(places) if node.recorded else places
-        shown = doc.Either(["  " * level, name], doc.Span(name, f"padding-left:{1.4 * level:g}em;white-space:nowrap"))
-        share = (node.value.mean - low) / ((high - low) or 1.0)
-        value = doc.Span(
-            doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
-        )
-        rows.append([shown, f"{count}", value, _signed(node.credit), _turns_text(node)])
-    return rows
-
-
-def _alike(nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, int]]:
-    """Return the nodes with their numbers of leaves; continuations with equal texts and equal rewards are joined into
-    one.
-    """
-    groups: dict[object, tuple[TreeNode, int]] = {}
-    for node in nodes:
-        texts = tuple(turn.text for turn in node.turns)
-        alike = node.number if node.recorded else (node.parent, texts, str(node.value.mean))
-        first, count = groups.get(alike, (node, 0))
-        groups[alike] = first, count + len(node.leaves)
-    return list(groups.values())
-
-
-def _turns_text(node: TreeNode) -> doc.Part:
-    """Show the text of a node's turns, those of tools paler."""
-    parts: list[doc.Part] = []
-    for turn in node.turns:
-        text = doc.one_line(" ".join(turn.text.split()), _TURN_TEXT)
-        parts += [*([" ⏎ "] if parts else []), text if turn.role == "assistant" else doc.faint(text)]
-    return doc.Either(parts, doc.wrapped(parts))
-
-
-def _number(estimate: TurnValue) -> str:
-    known = not math.isnan(estimate.error) and estimate.error > 0
-    return doc.number(estimate.mean, ".3g") + (f" ± {estimate.error:.2g}" if known else "")
-
-
-def _signed(estimate: TurnValue) -> doc.Part:
-    """Format a difference with its sign, coloured where it is beyond two standard errors."""
-    if math.isnan(estimate.mean):
-        return "–"
-    error = f" ± {estimate.error:.2g}" if estimate.error > 0 else ""
-    clear = not math.isnan(estimate.error) and abs(estimate.mean) > 2 * estimate.error
-    shade = f"background:rgba({doc.UP if estimate.mean > 0 else doc.DOWN},0.18);padding:0 4px;" if clear else ""
-    return doc.Span(f"{estimate.mean:+.3g}{error}", f"{shade}white-space:nowrap")

@@ -29,21 +29,11 @@ from workbench.base.errors import EngineError, first_line
 from workbench.base.progress import shown_by
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
-from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, same_row
+from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, object_at, same_row
 from workbench.views.samples import group_line
-from workbench.views.tokens import (
-    Quantity,
-    TokenRow,
-    colour_of,
-    drawable,
-    episode,
-    judged,
-    stops,
-    strips,
-    tokens,
-    visible,
-)
+from workbench.views.tokens import ALIGNED, TokenRow, drawable, judged, shade, stops, strips, tokens, visible
 from workbench.views.traces import chips, standing
+from workbench.views.transcripts import episode, transcript
 from workbench.widgets.display import in_notebook
 
 with optional("widgets", "live views"):
@@ -333,7 +323,8 @@ class SamplesTable(Layer):
             of_row = view.index.frame.iloc[row].get(OF_ROW, row)
             if of_row is None:
                 raise ValueError("this row is no longer in the step: its text was kept, its tokens were not")
-            return tokens(self._samples.thing, int(of_row))
+            episode = object_at(self._samples.batch, "turns", int(of_row))
+            return (transcript if episode else tokens)(self._samples.thing, int(of_row))
         if request["kind"] == "beside":
             return same_row(view.index.batch, row, self._samples.against)
         return difference(view.index.frame, row, int(request["other"]))
@@ -470,16 +461,14 @@ class TokenView(Layer):
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the reply: the tokens of all shown rows, or their colours for one quantity with its range."""
         if request["kind"] == "tokens":
-            return {"kind": "tokens", "rows": [_row(row) for row in self._tokens.rows]}
+            pairs = [[same, *([one.start, one.stop] for one in sides)] for same, *sides in self._tokens.pairs()]
+            rows = [_row(row) for row in self._tokens.rows]
+            return {"kind": "tokens", "rows": rows, "pairs": pairs, "aligned": ALIGNED}
         quantity, span = self._tokens.quantity(str(request["colour"]))
         self._tokens.colour = quantity.name
         scale = {"what": quantity.what, "low": span[0], "high": span[1], "stops": stops(quantity, span)}
-        return {"kind": "colours", **scale, "colours": [_colours(row, quantity, span) for row in self._tokens.rows]}
-
-
-def _colours(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> list[str]:
-    pairs = zip(row.values.get(quantity.name, ()), row.own, strict=False)
-    return [colour_of(value, quantity, span) if own else "" for value, own in pairs]
+        colours = [[shade(row, place, quantity, span) for place in range(row.length)] for row in self._tokens.rows]
+        return {"kind": "colours", **scale, "colours": colours}
 
 
 def _row(row: TokenRow) -> dict[str, Any]:

@@ -22,27 +22,31 @@ function render({ model, el }) {
     make("div", { class: "wb-bar" }, "colour", choose, make("span", { class: "wb-ends" }, low, swatch, high), what, problem),
     make("div", { class: "wb-read" }, make("div", { class: "wb-texts" }, boxes.flatMap((box, place) => [titles[place], box]), marks), values)));
   let rows = [];
+  let spans = [], order = [];  // a row's tokens by their places; a box's tokens as they stand
   let at = null, pinned = false;
 
   async function load() {
     try {
-      rows = (await talk.ask({ kind: "tokens" })).rows;
+      const found = await talk.ask({ kind: "tokens" });
+      rows = found.rows;
+      spans = rows.map((row, number) => row.texts.map((text, place) => {
+        const span = make("span", {}, text);
+        Object.assign(span, { place, number });
+        if (!row.own[place]) span.className = "wb-foreign";
+        else if (row.rejected[place]) span.className = "wb-rejected";
+        else if (row.clipped[place]) span.className = "wb-clipped";
+        return span;
+      }));
+      order = [...spans];
       rows.forEach((row, number) => {
-        const spans = row.texts.map((text, place) => {
-          const span = make("span", {}, text);
-          span.place = place;
-          if (!row.own[place]) span.className = "wb-foreign";
-          else if (row.rejected[place]) span.className = "wb-rejected";
-          else if (row.clipped[place]) span.className = "wb-clipped";
-          return span;
-        });
         const prompt = make("span", { class: "wb-off" }, row.prompt);
-        boxes[number].append(prompt, ...spans);
-        boxes[number].onmouseover = (event) => { if (!pinned) point(number, event.target); };
-        boxes[number].onclick = (event) => pin(number, event.target);
+        boxes[number].append(prompt, ...(found.pairs.length ? [] : spans[number]));
+        boxes[number].onmouseover = (event) => { if (!pinned) point(event.target); };
+        boxes[number].onclick = (event) => pin(event.target);
         titles[number].append(make("span", { class: "wb-count" }, ` · ${row.texts.length} tokens`));
         if (row.prompt.length > LONG) fold(prompt, row.prompt, titles[number]);
       });
+      if (found.pairs.length) align(found.pairs, found.aligned);
       legend();
       await recolour();
       below.hide();
@@ -60,8 +64,9 @@ function render({ model, el }) {
       low.textContent = said(found.low);
       high.textContent = said(found.high);
       swatch.style.background = `linear-gradient(90deg, ${found.stops.join(", ")})`;
-      boxes.forEach((box, number) => [...box.children].slice(1).forEach((span, place) => {
-        span.style.background = found.colours[number][place] || "";
+      spans.forEach((row, number) => row.forEach((span, place) => {
+        const here = found.colours[number][place], there = span.twin ? found.colours[1][span.twin.place] : here;
+        span.style.background = here === there ? here : `linear-gradient(${here || "transparent"} 50%, ${there || "transparent"} 50%)`;
       }));
       model.set("colour", colour);
       model.save_changes();
@@ -78,6 +83,19 @@ function render({ model, el }) {
     } }, "whole prompt");
     title.append(" ", button);
   }
+  // two rows as one text: what both have stands once, what differs is framed, the first row's above the second's
+  function align(pairs, words) {
+    const same = rows[0].prompt === rows[1].prompt;
+    boxes[0].before(titles[1], make("div", { class: "wb-hint" }, words));
+    if (!same) boxes[0].append(boxes[1].firstChild);
+    boxes[1].remove();
+    order[0] = order[1] = pairs.flatMap(([common, [a, b], [c, d]]) => {
+      const sides = [spans[0].slice(a, b), spans[1].slice(c, d)];
+      if (common) sides[0].forEach((span, place) => { span.twin = sides[1][place]; });
+      boxes[0].append(...(common ? sides[0] : [make("span", { class: "wb-apart" }, sides.map((side) => make("div", {}, side.length ? side : "–")))]));
+      return common ? sides[0] : sides.flat();
+    });
+  }
   // what marks of tokens mean, of those that are there
   function legend() {
     const meaning = { "wb-rejected": "rejected", "wb-clipped": "clipped", "wb-foreign": "not the model's own" };
@@ -87,36 +105,39 @@ function render({ model, el }) {
   function hint() {
     return make("span", { class: "wb-hint" }, "Point at a token for its numbers. A click keeps it here, Esc lets it go.");
   }
-  function pin(number, span) {
+  function pin(span) {
     if (span.place === undefined) return;
     pinned = !(pinned && span === at);
-    point(number, span);
+    point(span);
   }
-  function point(number, span) {
+  function point(span) {
     if (span.place === undefined) return;
-    const row = rows[number];
+    const sides = span.twin ? [span, span.twin] : [span], row = rows[span.number], place = span.place;
     if (at) at.classList.remove("wb-at");
     at = span;
     span.classList.add("wb-at");
-    const mark = row.rejected[span.place] ? ", rejected" : row.own[span.place] ? "" : ", not the model's own";
-    values.replaceChildren(make("b", {}, row.texts[span.place]),
-      make("span", { class: "wb-hint" }, `${labels[number]}, token ${span.place} of ${row.texts.length}, id ${row.ids[span.place]}${mark}${pinned ? ", pinned: Esc unpins" : ""}`),
-      make("dl", {}, Object.entries(row.values).flatMap(([name, column]) => {
+    const mark = row.rejected[place] ? ", rejected" : row.own[place] ? "" : ", not the model's own";
+    const names = Object.keys(row.values).concat(sides.length > 1 ? Object.keys(rows[1].values).filter((name) => !(name in row.values)) : []);
+    const where = sides.map((one) => `${labels[one.number]}, token ${one.place} of ${rows[one.number].texts.length}`).join("; ");
+    values.replaceChildren(make("b", {}, row.texts[place]),
+      make("span", { class: "wb-hint" }, `${where}, id ${row.ids[place]}${mark}${pinned ? ", pinned: Esc unpins" : ""}`),
+      make("dl", {}, names.flatMap((name) => {
         const now = name === choose.value ? "wb-now" : "";
-        return [make("dt", { class: now }, name), make("dd", { class: now }, said(column[span.place]))];
+        const numbers = new Set(sides.map((one) => said((rows[one.number].values[name] || [])[one.place])));
+        return [make("dt", { class: now }, name), make("dd", { class: now }, [...numbers].join(" → "))];
       })));
   }
   // to the next token, in this row from its first one
   function keys(event, number) {
     if (event.key === "Escape") pinned = false;
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
-    const spans = [...boxes[number].children].slice(1);
-    if (!step || !spans.length) return;
+    const line = order[number] || [];
+    if (!step || !line.length) return;
     event.preventDefault();
-    const from = at && at.parentNode === boxes[number] ? at.place + step : step;
-    const span = spans[Math.max(0, Math.min(spans.length - 1, from))];
+    const place = line.indexOf(at);
+    const span = line[Math.max(0, Math.min(line.length - 1, place < 0 ? step : place + step))];
     pinned = true;
-    point(number, span);
+    point(span);
     span.scrollIntoView({ block: "nearest" });
   }
   load();
