@@ -107,7 +107,7 @@ def test_one_sample_in_full() -> None:
     assert card.pieces() == ("Right: #### ", "9", "!") and card.siblings == [4, 3]
     facts = dict(card.facts())
     assert facts["reward"] == "1" and facts["answer"] == "9" and facts["truth"] == "9" and facts["part format"] == "0.5"
-    assert "Right: #### ⟦9⟧!" in repr(card) and "3 samples, mean reward 0.8333" in repr(card)
+    assert "Right: #### ⟦9⟧!" in repr(card) and "3 samples · reward mean 0.8333" in repr(card)
     html = card._repr_html_()
     assert lint(html) == [] and ">9</span>!" in html and "the prompt&#x27;s other samples" in html
     with pytest.raises(IndexError, match="rows 0 to 5"):

@@ -71,10 +71,10 @@ def test_groups_of_equal_means_stay_together() -> None:
 def test_groups_count_only_what_was_scored() -> None:
     frame = wb.views.groups(judged())
     assert frame["samples"].tolist() == [2, 2, 2] and frame["scored"].tolist() == [2, 1, 1]
-    assert frame["mean"].tolist() == [0.625, 0.5, -1.0]
-    assert frame["std"].tolist()[0] == pytest.approx(0.5303) and math.isnan(frame["std"][1])
-    assert frame["worst"].tolist() == [0.25, 0.5, -1.0] and frame["best"].tolist() == [1.0, 0.5, -1.0]
-    assert frame["spread"].tolist() == [2.0, 0.0, 0.5]
+    assert frame["reward_mean"].tolist() == [0.625, 0.5, -1.0]
+    assert frame["reward_std"].tolist()[0] == pytest.approx(0.5303) and math.isnan(frame["reward_std"][1])
+    assert frame["reward_min"].tolist() == [0.25, 0.5, -1.0] and frame["reward_max"].tolist() == [1.0, 0.5, -1.0]
+    assert frame["advantage_range"].tolist() == [2.0, 0.0, 0.5]
 
 
 def test_before_the_reward_there_is_something_to_look_at() -> None:
@@ -108,7 +108,7 @@ def test_a_bar_of_the_static_table_is_measured_by_all_rows_as_in_the_live_one() 
 def test_by_group_says_the_prompt_once() -> None:
     html = samples(judged(), order="best", by_group=True).html()
     assert lint(html) == [] and [html.count(f"question {row}") for row in (0, 1, 2)] == [1, 0, 1]
-    assert "2 samples, mean reward 0.625, deviation 0.5303, advantages span 2" in html
+    assert "2 samples · reward mean 0.625, std 0.5303 · advantage range 2" in html
     assert "nan" not in html
     assert html.index("group 0") < html.index("group 1") < html.index("group 2")
 

@@ -57,7 +57,7 @@ def test_by_prompt_each_group_has_a_line() -> None:
     page = table.answer({"kind": "rows", "order": "index", "by_group": True, "start": 0, "count": 8})
     assert [row["cells"]["group"] for row in page["rows"]] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert list(page["groups"]) == ["0", "1"]
-    assert page["groups"]["0"].startswith("group 0 · 4 samples, mean reward 0.5, deviation 0.5774")
+    assert page["groups"]["0"].startswith("group 0 · 4 samples · reward mean 0.5, std 0.5774")
     assert page["groups"]["0"].endswith("question 0")
 
 

@@ -47,11 +47,10 @@ class SampleIndex:
         """The DataFrame that `groups(batch)` returns, one line per prompt, but with prompts in full."""
         rows = self._once.groupby("group", sort=True)
         wanted = {"prompt": ("prompt", "first"), "samples": ("group", "size"), "scored": ("reward", "count")}
-        wanted |= {"mean": ("reward", "mean"), "std": ("reward", "std")}
-        wanted |= {"worst": ("reward", "min"), "best": ("reward", "max")}
+        wanted |= {f"reward_{name}": ("reward", name) for name in ("mean", "std", "min", "max")}
         groups = rows.agg(**{name: source for name, source in wanted.items() if source[0] in self.frame})
         if "advantage" in self.frame:
-            groups["spread"] = rows["advantage"].max() - rows["advantage"].min()
+            groups["advantage_range"] = rows["advantage"].max() - rows["advantage"].min()
         return groups.round(4)
 
     @cached_property
@@ -76,7 +75,7 @@ class SampleIndex:
         counts = Counter(frame.get("status", ()))
         parts += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]
-        if silent := int((groups["worst"] == groups["best"]).sum()):
+        if silent := int((groups["reward_min"] == groups["reward_max"]).sum()):
             parts.append(f"{silent} of {len(self.groups)} groups have equal rewards")
         return " · ".join(parts)
 
@@ -178,7 +177,9 @@ class SampleIndex:
         return ranks.rank(method="dense", ascending=not descending, na_option="bottom").to_numpy()
 
     def _rank_of_groups(self, order: str) -> np.ndarray:
-        name, sign = {"worst": ("mean", 1), "best": ("mean", -1), "surprising": ("std", -1)}.get(order, ("", 1))
+        name, sign = {"worst": ("reward_mean", 1), "best": ("reward_mean", -1), "surprising": ("reward_std", -1)}.get(
+            order, ("", 1)
+        )
         if name not in self.groups:
             return np.arange(len(self.groups))
         return np.nan_to_num(sign * self.groups[name].to_numpy(), nan=np.inf)
@@ -204,13 +205,14 @@ def _tokens(row: Any) -> tuple[str, str]:
 
 
 def group_line(index: SampleIndex, group: int) -> str:
-    """Describe a group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages span 2.7`."""
+    """Describe a group in one line: `8 samples · reward mean 0.25, std 0.46 · advantage range 2.7`."""
     numbers = index.groups.loc[group]
-    parts = [f"{int(numbers['samples'])} samples"]
-    if "mean" in numbers:
-        parts += [f"mean reward {numbers['mean']:.4g}"] if numbers["scored"] else ["none scored"]
-        parts += [f"deviation {numbers['std']:.4g}"] if numbers["scored"] > 1 else []
-    return ", ".join([*parts, *([f"advantages span {numbers['spread']:.4g}"] if "spread" in numbers else [])])
+    parts = [doc.counted(int(numbers["samples"]), "sample")]
+    if "reward_mean" in numbers:
+        std = f", std {numbers['reward_std']:.4g}" if numbers["scored"] > 1 else ""
+        parts += [f"reward mean {numbers['reward_mean']:.4g}{std}" if numbers["scored"] else "none scored"]
+    parts += [f"advantage range {numbers['advantage_range']:.4g}"] if "advantage_range" in numbers else []
+    return " · ".join(parts)
 
 
 class SamplesView(doc.View):
@@ -474,8 +476,8 @@ def samples(
 def groups(thing: Any) -> pd.DataFrame:
     """Summarise each prompt of a batch, trace, stepper or run in a DataFrame, one line per prompt.
 
-    Columns: number of samples, how many were scored; mean, deviation (n−1), worst and best of their rewards; the range
-    of their advantages (`spread`). A group without a spread teaches GRPO nothing. Prompts are cut to one line.
+    Columns: `samples` and how many were `scored`; `reward_mean`, `reward_std` (n−1), `reward_min`, `reward_max`; the range of
+    the advantages (`advantage_range`). A group whose range is 0 teaches GRPO nothing. Prompts are cut to one line.
     """
     frame = SampleIndex(batch_of(thing)).groups
     return frame.assign(prompt=list(map(doc.one_line, frame["prompt"]))) if "prompt" in frame else frame
