@@ -43,7 +43,7 @@ def test_tables_disagreements_failures_and_spans() -> None:
     assert list(dry_run({"strict": strict, "flexible": flexible}, RECORDS).disagreements.index) == [1]
     assert run.failures.iloc[0]["broken"] == 4 and "nothing works" in run.failures.index[0]
     text, html = repr(run), run._repr_html_()
-    assert "4 completions" in text and "strict" in text and "4 infra_error" in text
+    assert "4 completions" in text and "strict" in text and "4 × infra_error" in text
     assert "&lt;script&gt;" in html and "<script>" not in html and lint(html) == []
     assert ">18</span>" in html
 

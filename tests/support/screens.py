@@ -96,7 +96,7 @@ def first_click(page: Any) -> None:
         page.locator(".wb-samples tbody tr:not(.wb-group)").nth(1).click()
         page.locator(".wb-detail button").first.wait_for()
     if page.locator(".wb-tokens span").count():
-        page.locator(".wb-tokens span").nth(4).click()
+        page.locator(".wb-tokens span:not(.wb-off, .wb-apart)").nth(3).click()
     page.mouse.move(0, 0)
 
 

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from workbench.replay.audit import Audit
-    from workbench.replay.diagnosis import Diagnosis, Finding
+    from workbench.replay.diagnosis import Diagnosis
     from workbench.steps.compare import Beside, Comparison, Mismatch, RowChange, RunDivergence
     from workbench.steps.what_if import WhatIf
 
-_RED = f"background:rgba({doc.DOWN},0.18);padding:0 4px;white-space:nowrap"
 _ROWS = 12
 _FULL = "their responses and verdicts in full"
 _LINE = 90
@@ -145,7 +144,7 @@ def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
         first, second = (_bar(value, most) for value in row.advantage or (math.nan, math.nan))
         scores = [object_at(trace.batch, "score", row.row) for trace in diff.traces]
         verdicts = " → ".join(doc.one_line(score, 200) for score in scores if score is not None)
-        flip = doc.Span("flipped", _RED) if row.flipped else ""
+        flip = doc.chip("flipped", -1.0) if row.flipped else ""
         reward = doc.Span(_sides(row.reward), title=verdicts)
         lines.append(
             [str(row.row), _responses([trace.batch for trace in diff.traces], row.row), reward, first, second, flip]
@@ -295,7 +294,7 @@ def what_if(result: WhatIf) -> doc.Part:
     """Build the display of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ
     most.
     """
-    text, page = list[list[doc.Part]](), list[list[doc.Part]]()
+    movers = list[list[doc.Part]]()
     sums = result.difference.sum(-1).tolist()
     means = [math.nan] * len(sums)
     if "advantages" in result.batch:
@@ -308,16 +307,14 @@ def what_if(result: WhatIf) -> doc.Part:
         token = int(result.difference[row].abs().argmax())
         word = "".join(TokenRow(result.batch, row).texts[token : token + 1])
         moved = f"token {token} {word!r} ({float(result.difference[row][token]):+.4f})"
-        text.append([str(row), reward, f"{sums[row]:+.4f}", moved])
         bars = _bar(means[row], largest), _bar(sums[row], most)
-        page.append([str(row), _responses([result.batch], row), reward, *bars, moved])
+        movers.append([str(row), _responses([result.batch], row), reward, *bars, moved])
     header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "most moved token"]
-    movers = doc.Either(doc.Table([header[0], header[2], *header[4:]], text), doc.Table(header, page))
     return (
         doc.line(doc.bold(f"What if {result.other.name}: cosine between the updates {result.cosine:.4f}")),
         doc.Table(["", "actual", "changed"], _both(result)),
         doc.line(doc.bold("rows that differ most")),
-        movers,
+        doc.Table(header, movers),
     )
 
 
@@ -473,8 +470,7 @@ def audit(audit: Audit) -> doc.Part:
     agreed = [["columns", ", ".join(sorted(audit.columns))], ["metrics", ", ".join(sorted(audit.metrics))]]
     return (
         doc.line(doc.bold(audit.summary()), f" · {doc.counted(len(audit.steps), 'recorded step')}"),
-        doc.Either([f"  {row}" for row in audit.disagreements[:12]], doc.Table(header, rows)),
-        doc.Either([f"  and {len(rows) - 12} more: .disagreements"] if len(rows) > 12 else ()),
+        doc.Table(header, rows, most=50),
         [unknown] if unknown else (),
         doc.Either([f"{len(audit.left)} not recomputed: .left"] if audit.left else (), ()),
         doc.Fold(f"{len(audit.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
@@ -487,32 +483,16 @@ def diagnosis(diagnosis: Diagnosis) -> doc.Part:
     to change.
     """
     head = "Nothing found." if not diagnosis.findings else doc.counted(len(diagnosis.findings), "finding")
-    text = [
-        [
-            f"{place}. {finding.sure}: {finding.cause}",
-            f"   {finding.numbers}",
-            f"   look at: {finding.look}",
-            f"   change: {finding.turn}",
-        ]
-        for place, finding in enumerate(diagnosis.findings, 1)
-    ]
-    page = [
+    found = [
         (
             doc.line(f"{place}. ", doc.bold(finding.cause), doc.faint(f" · {finding.sure}"), style="margin-top:6px"),
-            _evidence(finding),
+            doc.pairs([("seen by", finding.numbers), ("look at", _code(finding.look)), ("change", finding.turn)]),
         )
         for place, finding in enumerate(diagnosis.findings, 1)
     ]
     looked = "; ".join(f"{what}: {found}" for what, found in diagnosis.looked)
-    return (
-        doc.line(doc.bold(head)),
-        doc.Either(text, page),
-        doc.line(doc.faint(f"looked at: {looked}")),
-    )
+    return doc.line(doc.bold(head)), found, doc.line(doc.faint(f"looked at: {looked}"))
 
 
-def _evidence(finding: Finding) -> doc.Part:
-    code = doc.Span(finding.look, "overflow-wrap:anywhere;white-space:pre-wrap", "code")
-    return doc.Table(
-        (), [[doc.faint("seen by"), finding.numbers], [doc.faint("look"), code], [doc.faint("turn"), finding.turn]]
-    )
+def _code(look: str) -> doc.Part:
+    return doc.Span(look, "overflow-wrap:anywhere;white-space:pre-wrap", "code")

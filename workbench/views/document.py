@@ -131,10 +131,10 @@ def chip(text: str, value: float = 0.0, title: str = "") -> Span:
     return Span(text, f"background:rgba({shade},.18);padding:0 5px;border-radius:3px;white-space:nowrap", title=title)
 
 
-def pairs(facts: Sequence[tuple[str, str]]) -> Either:
-    """Show (name, value) pairs of text: one per line in a terminal, a table in HTML."""
+def pairs(facts: Sequence[tuple[str, Part]]) -> Either:
+    """Show (name, value) pairs: one per line in a terminal, a table in HTML."""
     rows: list[list[Part]] = [[faint(what), value] for what, value in facts]
-    return Either([f"  {what}: {value}" for what, value in facts], Table((), rows, most=len(rows)))
+    return Either([line(f"  {what}: ", value) for what, value in facts], Table((), rows, most=len(rows)))
 
 
 def stacked(parts: Sequence[Part]) -> Part:

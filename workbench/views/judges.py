@@ -131,17 +131,13 @@ def principles(search: Principles) -> doc.Part:
     kept = [candidate for candidate in search.candidates if candidate.kept]
     dropped = [candidate for candidate in search.candidates if not candidate.kept]
     parts = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(search.candidates), 'candidate')}"]
-    reports = [
-        ("without principles", search.plainly),
-        *([("with the kept ones", search.together)] if search.together else []),
-    ]
-    facts = [
-        (
-            name,
-            f"{_value('', report.figures['accuracy'])} right of {len(report)} other pairs, {_interval('', report.figures['accuracy'])}",
-        )
-        for name, report in reports
-    ]
+    reports = {"without principles": search.plainly, "with the kept ones": search.together}
+    facts = list[tuple[str, doc.Part]]()
+    for name, report in reports.items():
+        if report:
+            right = report.figures["accuracy"]
+            share = f"{_value('', right)} right of {len(report)} other pairs, {_interval('', right)}"
+            facts.append((name, share))
     lost = (
         f"{len(search.failed)} pairs gave no proposal: {doc.one_line(search.failed[0], 160)}" if search.failed else ""
     )
@@ -215,17 +211,10 @@ def _matrix(axes: Axes, report: JudgeReport) -> None:
     axes.set_xticks(range(len(frame.columns)), list(map(str, frame.columns)))
     axes.set_yticks(range(len(frame)), list(map(str, frame.index)))
     most = float(frame.to_numpy().max())
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     for y, (_, counts) in enumerate(frame.iterrows()):
         for x, count in enumerate(counts):
-            axes.text(
-                x,
-                y,
-                f"{int(count)}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if count > most / 2 else "black",
-            )
+            axes.text(x, y, f"{int(count)}", color="white" if count > most / 2 else "black", **middle)
     axes.set_xlabel("verdict", fontsize=8)
     axes.set_ylabel("truth", fontsize=8)
     axes.set_title("confusion", fontsize=9, loc="left")

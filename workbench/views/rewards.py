@@ -147,16 +147,13 @@ def reward(reward: Reward) -> doc.Part:
 def _scorers(dry_run: DryRun) -> doc.Part:
     frame = dry_run.summary
     statuses = [key for key in frame if key in tuple(Status)]
-    rows, lines = [], []
+    rows = []
     for (name, numbers), colour in zip(frame.iterrows(), cycle(_COLOURS), strict=False):
         mean, times = float(numbers["mean"]), [_time(numbers["median s"]), _time(numbers["longest s"])]
         counts = [f"{int(numbers[key])}" for key in (*statuses, "extracted")]
         bar = doc.bar(abs(mean), f"{mean:.3f}", mean >= 0) if mean == mean else "–"
         rows.append([doc.Span(str(name), f"background:{colour};padding:0 4px"), bar, *counts, *times])
-        parts = [f"mean {mean:.3f}", f"{int(numbers['judged'])} judged"]
-        parts += [f"{int(numbers[key])} {key}" for key in ("infra_error", "counted", "not_applicable") if key in frame]
-        lines.append(f"  {name!s:<20} {', '.join(parts)}, median {times[0]}, longest {times[1]}")
-    return doc.Either(lines, doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows))
+    return doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows)
 
 
 def _time(seconds: float) -> str:

@@ -471,5 +471,5 @@ def _signed(estimate: TurnValue) -> doc.Part:
         return "–"
     error = f" ± {estimate.error:.2g}" if estimate.error > 0 else ""
     clear = not math.isnan(estimate.error) and abs(estimate.mean) > 2 * estimate.error
-    shade = f"background:rgba({doc.UP if estimate.mean > 0 else doc.DOWN},0.18);padding:0 4px;" if clear else ""
-    return doc.Span(f"{estimate.mean:+.3g}{error}", f"{shade}white-space:nowrap")
+    shown = f"{estimate.mean:+.3g}{error}"
+    return doc.chip(shown, estimate.mean) if clear else doc.Span(shown, "white-space:nowrap")
