@@ -28,7 +28,7 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     face.get_by_role("button", name="● reward").click()
     until(page, lambda: '.trace["reward"]' in face.inner_text())
     assert "● update_actor" in face.inner_text(), "shown, not moved"
-    assert "token_level_scores" in face.locator(".wb-shown").inner_text()
+    assert "token_level_scores" in face.locator(".wb-shown").first.inner_text()
     shot(page, "driven_phase")
     face.get_by_role("button", name="back to before advantage").click()
     until(page, lambda: '.back(to="advantage")' in face.inner_text() and "▶ advantage" in face.inner_text())

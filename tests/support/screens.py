@@ -91,12 +91,17 @@ def show(page: Any, screen: Screen, theme: str, width: int = 1400, height: int =
 
 
 def first_click(page: Any) -> None:
-    """Pick the second sample or the fourth token, where there are some: what is known of it is shown."""
+    """Pick the second sample, the fourth token or a step's first answer, where there are some: what is known of it is
+    shown.
+    """
     if page.locator(".wb-samples tbody tr").count():
         page.locator(".wb-samples tbody tr:not(.wb-group)").nth(1).click()
         page.locator(".wb-detail button").first.wait_for()
     if page.locator(".wb-tokens span").count():
         page.locator(".wb-tokens span:not(.wb-off, .wb-apart)").nth(3).click()
+    if page.locator(".wb-answer").count():
+        page.locator(".wb-answer").first.click()
+        page.locator(".wb-groups [aria-pressed=true]").wait_for()
     page.mouse.move(0, 0)
 
 

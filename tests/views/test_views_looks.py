@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from statistics import fmean
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from workbench.rewards import Score
 from workbench.rewards.score import bounded
 from workbench.steps.trace import Phase
 from workbench.testing.rewards import answered
+from workbench.views import document as doc
+from workbench.views.traces import GROUPS, _groups, step_groups
 
 
 def test_columns_stand_on_the_arrows_to_the_stage_that_reads_them(tiny: str) -> None:
@@ -138,6 +141,24 @@ def test_a_stepper_shows_before_and_after_of_the_last_phase(tiny: str, phase: st
     assert lint(html) == [] and f"<b>{phase}</b> ·" in html and html.count("●") == s.position
     assert html.count("3px solid rgba(56,139,253,.9)") == 1, "the last phase is framed"
     assert f"{phase} (" in repr(s)
+
+
+def test_a_step_shows_the_groups_that_teach_most_with_their_best_and_worst_answers() -> None:
+    batch = wb.Trace.load("data/arith-batch").batch
+    shown, frame = step_groups(batch), wb.views.samples(batch).index.frame
+    means = [fmean(reward for _, reward in group.dots) for group in shown]
+    assert len(shown) == GROUPS and min(abs(mean - 0.5) for mean in means) == abs(means[0] - 0.5)
+    for group in shown:
+        rows = [row for row, _ in group.dots]
+        assert len({*frame.loc[rows, "group"]}) == 1 and frame.loc[rows, "reward"].is_monotonic_increasing
+        best, worst = group.answers[0], group.answers[-1]
+        assert (float(best[1]), float(worst[1])) == (group.dots[-1][1], group.dots[0][1])
+        assert (frame.loc[best[0], "response"], frame.loc[worst[0], "response"]) == (best[2], worst[2])
+    html = doc.html(_groups(shown))
+    assert html.count("radial-gradient") == sum(len(group.dots) for group in shown) and lint(html) == []
+    waiting = step_groups(batch.without("reward", "score"))
+    assert all(not group.dots and len(group.answers) == 1 for group in waiting)
+    assert step_groups(batch.without("response_text")) == []
 
 
 def test_a_step_that_teaches_nothing_says_so() -> None:

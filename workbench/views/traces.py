@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,8 +23,8 @@ from workbench.steps.stepper import outdated
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, figure, panel, pick, series
 from workbench.views.plots import Plots
-from workbench.views.sample_table import counted_reasons, gathered, left_out
-from workbench.views.samples import SampleIndex, samples
+from workbench.views.sample_table import counted_reasons, gathered, left_out, samples_table, some_rows
+from workbench.views.samples import SampleIndex, group_line, samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -151,7 +151,7 @@ def headline(phase: Phase) -> str:
     """
     forms, metrics = _HEADLINES.get(phase.stage, ()), phase.metrics
     parts = [form.format(metrics[key]) for key, form in forms if key in metrics]
-    if "reward" in phase.wrote and "reward" in phase.batch.batch and (judged := _judged(phase.batch)):
+    if "reward" in phase.wrote and "reward" in phase.batch.batch and (judged := _judged(phase.batch).headline):
         parts = [judged]
     elif not parts and metrics:
         key = "critic/score/mean" if "critic/score/mean" in metrics else next(iter(metrics))
@@ -161,22 +161,20 @@ def headline(phase: Phase) -> str:
     return " · ".join(parts)
 
 
-_words: WeakKeyDictionary[DataProto, str] = WeakKeyDictionary()
-"""Batch, which does not change → what `_judged` said of it: a face says it several times."""
+_indices: WeakKeyDictionary[DataProto, SampleIndex] = WeakKeyDictionary()
+"""Batch, which does not change → the table of its rewards: a face reads it several times."""
 
 
-def _judged(batch: DataProto) -> str:
-    """Describe the rewards of a batch in words, as the samples table does; only the columns needed are read, and only
-    once.
-    """
-    if batch not in _words:
-        kept = batch.without(*(name for name in batch.columns if name not in _JUDGED))
+def _judged(batch: DataProto) -> SampleIndex:
+    """Index the rewards of a batch, as the samples table does; only the columns needed are read, and only once."""
+    if batch not in _indices:
+        single = "reward" not in batch or len(batch.batch.raw()["reward"].shape) == 1
+        kept = batch.without(*(name for name in batch.columns if name not in (_JUDGED if single else _JUDGED[:2])))
         if "score" in kept:
             scores, kept = list(kept.non_tensor_batch.passing("score")), kept.without("score")
             kept = kept.with_columns({"score": scores}) if all(isinstance(one, Score) for one in scores) else kept
-        single = len(batch.batch.raw()["reward"].shape) == 1
-        _words[batch] = SampleIndex(kept).headline if single else ""
-    return _words[batch]
+        _indices[batch] = SampleIndex(kept)
+    return _indices[batch]
 
 
 def _seconds(phase: Phase) -> str:
@@ -199,7 +197,7 @@ def trace(trace: Trace) -> doc.Part:
     return doc.line(doc.bold(title)), phases(trace), doc.Either(f"{summary}: wb.views.samples(trace).left_out", table)
 
 
-def phases(trace: Trace) -> doc.Part:
+def phases(trace: Iterable[Phase]) -> doc.Part:
     """Show the phases of a trace as a table: seconds, main metric, columns written."""
     text, page = list[list[doc.Part]](), list[list[doc.Part]]()
     for phase in trace:
@@ -211,20 +209,26 @@ def phases(trace: Trace) -> doc.Part:
     return doc.Either(doc.Table([""] * 3, text), doc.Table(["phase", "time", "headline", "wrote", ""], page))
 
 
+def _ordered(phase: Phase) -> list[tuple[str, str]]:
+    """Return a phase's metrics as (name, number), the main ones first, in words."""
+    ordered = sorted(phase.metrics.items(), key=lambda pair: pair[0] not in WORDS)
+    return [(WORDS.get(name, name), doc.number(value)) for name, value in ordered]
+
+
 def _beneath(phase: Phase, seen: int = 0) -> doc.Part:
-    """Show a phase's metrics, the first `seen` of them unfolded, and its settings."""
-    ordered = sorted(phase.metrics.items(), key=lambda pair: pair[0] not in WORDS)  # the main ones first
-    numbers = [[name, doc.number(value)] for name, value in ordered]
-    first, more = (doc.Table(["metric", "value"], part, most=len(part)) for part in (numbers[:seen], numbers[seen:]))
-    title = f"{len(more.rows)} {'further ' if first.rows else ''}metrics"
+    """Show a phase's metrics after the first `seen`, and its settings, folded."""
+    more = _ordered(phase)[seen:]
+    title = f"{len(more)} {'further ' if seen else ''}metrics"
     settings = doc.Table(["setting", "value"], [[name, str(value)] for name, value in phase.settings.items()])
     sources = [doc.Fold(f"source of {name}", doc.Span(text, tag="pre")) for name, text in phase.source.items()]
-    return first, doc.Fold(title, more) if more.rows else (), doc.Fold("settings", (settings, sources))
+    table = doc.Fold(title, doc.Table(["metric", "value"], more, most=len(more))) if more else ()
+    return table, doc.Fold("settings", (settings, sources))
 
 
 # --- steppers -----------------------------------------------------------------------------
 
 _STEP = "flex:1 1 150px;padding:5px 10px 8px;border-right:1px solid rgba(128,128,128,.28);border-top:3px solid rgba("
+_PICKED = "56,139,253,.9)"
 _LINE = "display:flex;flex-wrap:wrap;border:1px solid rgba(128,128,128,.28);border-radius:4px;margin-bottom:8px;font-size:13px"
 
 
@@ -238,14 +242,14 @@ class Chip(NamedTuple):
     """The phase's seconds, or `reused`; empty (like the headline) where the phase has not run."""
     headline: str
     share: str = "0%"
-    """The phase's seconds as a share of those of the longest phase."""
+    """The phase's seconds as a share of those of all phases that have run."""
 
 
 def chips(stepper: Stepper) -> list[Chip]:
     """Return the phases of a stepper as chips: done, next, to come."""
-    unit = (max((one.seconds for one in stepper.trace if not one.reused), default=0.0) or 1.0) / 100
+    whole = sum(one.seconds for one in stepper.trace if not one.reused) or 1.0
     done = [
-        Chip(name, "●", _seconds(one), headline(one), f"{0 if one.reused else max(one.seconds / unit, 1):.0f}%")
+        Chip(name, "●", _seconds(one), headline(one), f"{0 if one.reused else 100 * one.seconds / whole:.3g}%")
         for name, one in zip(stepper.pipeline.names, stepper.trace, strict=False)
     ]
     ahead = stepper.pipeline.names[len(done) :]
@@ -253,18 +257,23 @@ def chips(stepper: Stepper) -> list[Chip]:
 
 
 def stepper(stepper: Stepper) -> doc.Part:
-    """Build the display of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote.
+    """Build the display of a `Stepper`: its phases in a row (done, next, to come) under a line with time as length, what
+    the last one wrote, and the step's groups of samples.
 
     For a replayed step also notes on what is recorded and which weights it has.
     """
-    strip, boxes = list[str](), list[doc.Part]()
+    strip, boxes, times = list[str](), list[doc.Part](), list[doc.Part]()
     for place, chip in enumerate(chips(stepper)):
         strip.append(f"{chip.mark} {chip.name}")
-        took = f"height:4px;margin:3px 0;background:rgba({doc.MUCH},.75);width:{chip.share}"
-        below = doc.line("", style=took), doc.small(" · ".join(filter(None, chip[2:4])))
-        edge = "56,139,253,.9)" if place == stepper.position - 1 else "0,0,0,0)"
-        boxes.append(doc.line(doc.bold(strip[-1]), below if chip.time else (), style=_STEP + edge))
-    return doc.Either("  ".join(strip), doc.line(boxes, style=_LINE)), standing(stepper)
+        below = doc.small(" · ".join(filter(None, chip[2:4])))
+        edge = _PICKED if place == stepper.position - 1 else "0,0,0,0)"
+        boxes.append(doc.line(doc.bold(strip[-1]), doc.line(below) if chip.time else (), style=_STEP + edge))
+        shade = _PICKED if place == stepper.position - 1 else f"{doc.MUCH},{0.45 if place % 2 else 0.8})"
+        times.append(doc.Span("", f"height:8px;width:{chip.share};background:rgba({shade}", title=chip.name))
+    line = doc.line(times, style="display:flex;margin-bottom:2px") if len(stepper.trace) else ()
+    shown = step_groups(stepper.trace.phases[-1].batch) if len(stepper.trace) else ()
+    page = line, doc.line(boxes, style=_LINE)
+    return doc.Either("  ".join(strip), page), standing(stepper), doc.Either(page=lambda: _groups(shown))
 
 
 def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
@@ -279,8 +288,85 @@ def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
     if not len(past):
         return head, f"nothing has run yet; {doc.counted(len(stepper.batch), 'prompt')} are waiting", notes
     one = past[shown] if shown is not None else past.phases[-1]
-    earlier = doc.Fold(f"all {len(past)} phases: metrics and settings", lambda: phases(past))
+    others = [other for other in past if other is not one]
+    title = f"the other {doc.counted(len(others), 'phase')}: metrics and settings"
+    earlier = doc.Fold(title, lambda: phases(others)) if others else ()
     return head, phase(one, past.before(one.stage)), earlier, notes
+
+
+GROUPS = 6
+"""Most groups of a step that its page shows: those whose rewards differ most."""
+_TRACK, _DOT = 160, 5
+"""Width of the line that a group's dots lie on, and radius of a dot, in pixels."""
+
+
+class StepGroup(NamedTuple):
+    """The samples of one prompt in a step, as its page shows them."""
+
+    words: str
+    """Number of samples, mean and deviation of their rewards."""
+    prompt: str
+    dots: Sequence[tuple[int, float]]
+    """(row, reward) of the scored samples."""
+    answers: Sequence[tuple[int, str, str]]
+    """(row, reward in words, response) of the best and the worst sample, or of the first one before the rewards."""
+
+
+def step_groups(batch: DataProto) -> list[StepGroup]:
+    """Describe the groups of a step that teach most: those whose rewards differ most come first. Of the texts only the
+    rows shown are read; [] before the rollout.
+    """
+    if "response_text" not in batch or not len(batch):
+        return []
+    index = _judged(batch)
+    order = index.groups.sort_values("std", ascending=False, kind="stable") if "std" in index.groups else index.groups
+    members = {group: index.frame[index.frame["group"] == group] for group in order.index[:GROUPS]}
+    known = {
+        group: rows["reward"].dropna().sort_values(kind="stable") for group, rows in members.items() if "reward" in rows
+    }
+    scored = {group: [(int(row), float(one)) for row, one in known.get(group, {}).items()] for group in members}
+    ends = {group: [one[-1][0], one[0][0]] if one else [int(members[group].index[0])] for group, one in scored.items()}
+    shown = {group: ends[group][: len({reward for _, reward in scored[group]}) or 1] for group in members}
+    wanted = sorted(row for rows in shown.values() for row in rows)
+    texts = dict(zip(wanted, samples_table(some_rows(batch, wanted)).to_dict("records"), strict=True))
+    made = []
+    for group, rows in shown.items():
+        answers = [(row, doc.number(texts[row].get("reward")), str(texts[row]["response"])) for row in rows]
+        made.append(
+            StepGroup(group_line(index, group), str(texts[rows[0]].get("prompt") or ""), scored[group], answers)
+        )
+    return made
+
+
+def _groups(groups: Sequence[StepGroup]) -> doc.Part:
+    """Show groups as a table: the prompt, a dot for each sample at its reward, the best and the worst answer to unfold."""
+    every = [reward for group in groups for _, reward in group.dots]
+    ends, rows = (min(every, default=0.0), max(every, default=1.0)), list[list[doc.Part]]()
+    for group in groups:
+        folds = [
+            doc.Fold(doc.cut(f"{reward} · {text}".replace("\n", " ⏎ "), 90), doc.block(doc.cut(text, doc.CELL)))
+            for _, reward, text in group.answers
+        ]
+        asked = doc.cut(group.prompt, 90), doc.BREAK, doc.small(doc.faint(group.words))
+        rows.append([asked, _dots([reward for _, reward in group.dots], *ends), folds])
+    return doc.Table(["prompt", f"rewards, {ends[0]:.3g} to {ends[1]:.3g}", "best and worst answer"], rows)
+
+
+def _dots(rewards: Sequence[float], low: float, high: float) -> doc.Part:
+    """Draw ascending rewards as dots on a line from `low` to `high`, those of one reward beside each other; green above
+    the mean, orange below, grey where all are equal.
+    """
+    pictures, again = list[str](), Counter[float]()
+    for reward in rewards:
+        share = (reward - low) / (high - low) if high > low else 0.5
+        apart = (-1 if share > 0.5 else 1) * min(again[reward] * _DOT, 12 * _DOT)
+        again[reward] += 1
+        place = _DOT + share * (_TRACK - 2 * _DOT) + apart
+        even, below = rewards[0] == rewards[-1], reward * len(rewards) < sum(rewards)
+        rgb = "128,128,128" if even else doc.DOWN if below else doc.UP
+        pictures.append(f"radial-gradient(circle at {place:.0f}px 50%,rgba({rgb},.8) 4px,transparent {_DOT}px)")
+    line = "linear-gradient(transparent 7px,rgba(128,128,128,.4) 7px 8px,transparent 8px)"
+    return doc.Span("", f"display:inline-block;width:{_TRACK}px;height:16px;background:{','.join([*pictures, line])}")
 
 
 # --- phases -------------------------------------------------------------------------------
@@ -296,8 +382,7 @@ def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
         text, doc.line(doc.bold(phase.stage), *(f" · {part}" for part in (_seconds(phase), words) if part))
     )
     columns = fields(phase, before)
-    beside = doc.line(doc.line(columns), doc.line(_beneath(phase, 6)), style="display:flex;flex-wrap:wrap;gap:0 32px")
-    return title, doc.Either(columns, beside)
+    return title, doc.Either(columns, (_boxes(_ordered(phase)[:BOXES], _MIDDLE), columns, _beneath(phase, BOXES)))
 
 
 _BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:6px;text-align:center"
@@ -463,8 +548,17 @@ def _bars(histogram: str) -> doc.Part:
 # --- a run -----------------------------------------------------------------------------------------
 
 _REWARD = "critic/score/mean"
-_BOXES = "display:flex;flex-wrap:wrap;gap:8px 40px;margin:8px 0"
-_LARGE = "font-size:22px;font-weight:600;font-variant-numeric:tabular-nums"
+_BOXES = "display:flex;flex-wrap:wrap;gap:8px 32px;margin:8px 0"
+BOXES = 6
+"""Metrics of a phase that stand above its columns."""
+_MIDDLE = "font-size:15px;font-weight:600;font-variant-numeric:tabular-nums"
+_LARGE = _MIDDLE.replace("15px", "22px")
+
+
+def _boxes(facts: Sequence[tuple[str, str]], style: str) -> doc.Part:
+    """Show numbers in a row, each under what it is."""
+    boxes = [doc.line(doc.small(doc.faint(what)), doc.line(text, style=style)) for what, text in facts if text]
+    return doc.line(boxes, style=_BOXES) if boxes else ()
 
 
 def run(run: Run) -> doc.Part:
@@ -484,9 +578,8 @@ def run(run: Run) -> doc.Part:
     saved = run.checkpoints
     moved = f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}" if rewards else ""
     held = [doc.number(run.summary[key]) for key in ("reward_before", "reward_after") if key in run.summary]
-    large = {"step": f"{step} of {total}", "training reward": moved, "held-out reward": " → ".join(held)}
-    boxes = [doc.line(doc.faint(what), doc.line(text, style=_LARGE)) for what, text in large.items() if text]
-    first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), doc.line(boxes, style=_BOXES))
+    large = [("step", f"{step} of {total}"), ("training reward", moved), ("held-out reward", " → ".join(held))]
+    first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), _boxes(large, _LARGE))
     pairs = [*run.summary.pairs(), ("checkpoints", f"of {_steps(saved)}" if saved else "none")]
     pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:

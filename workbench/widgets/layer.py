@@ -30,9 +30,9 @@ from workbench.base.progress import shown_by
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, object_at, same_row
-from workbench.views.samples import group_line
+from workbench.views.samples import group_line, samples
 from workbench.views.tokens import ALIGNED, TokenRow, drawable, judged, shade, stops, strips, tokens, visible
-from workbench.views.traces import chips, standing
+from workbench.views.traces import chips, standing, step_groups
 from workbench.views.transcripts import episode, transcript
 from workbench.widgets.display import in_notebook
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from workbench.views.curves import LiveFigure
     from workbench.views.samples import SampleIndex, SamplesView
     from workbench.views.tokens import Tokens
+    from workbench.views.traces import StepGroup
 
 MOST = 24
 """Most live widgets at once: each widget keeps its object in memory, for example a stepper with its snapshots."""
@@ -556,9 +557,30 @@ class StepperFace(Face):
         names = self._stepped.trace.names
         shown = self._shown or (names[-1] if names else "")
         try:
-            return {**super()._face(code, note), "chips": phases, "shown": shown}
+            groups = step_groups(self._stepped.trace[shown].batch) if shown else []
+            return {
+                **super()._face(code, note),
+                "chips": phases,
+                "shown": shown,
+                "groups": list(map(_group_of, groups)),
+            }
         finally:
             self._shown = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Advance the stepper; or return as HTML the samples of a phase, or one `row` of them in full, with the line of
+        code that shows them.
+        """
+        if request["kind"] != "samples":
+            return super().answer(request)
+        phase, row = self._stepped.trace[str(request["phase"])], request.get("row")
+        view, code = (
+            samples(phase.batch),
+            f'wb.views.samples({name_of(self._stepped, "s")}.trace["{phase.stage}"].batch)',
+        )
+        if row is None:
+            return {"kind": "samples", "html": view.html(), "code": code}
+        return {"kind": "samples", "html": view.row(int(row)).html(), "code": f"{code}.row({int(row)})"}
 
     def _html(self) -> str:
         return doc.html(standing(self._stepped, self._shown))
@@ -578,6 +600,11 @@ class StepperFace(Face):
         getattr(self._stepped, method)(**options)
         arguments = ", ".join(f'{option}="{value}"' for option, value in options.items())
         return f"{name}.{method}({arguments})"
+
+
+def _group_of(group: StepGroup) -> dict[str, Any]:
+    answers = [[row, reward, _cell(text)] for row, reward, text in group.answers]
+    return {"words": group.words, "prompt": _cell(group.prompt), "dots": group.dots, "answers": answers}
 
 
 class EpisodeFace(Face):

@@ -28,21 +28,6 @@ function stripOf({ one_way: oneWay, levels }, share) {
     style: { width: `${Math.round(84 * share)}px`, backgroundImage: `linear-gradient(90deg, ${pieces.join(",")})` } });
 }
 
-// A prompt's samples as dots at their rewards; a press picks one. Those of one reward lie apart by a few pixels.
-function dotsOf(samples, [low, high], picked, pick) {
-  const scored = samples.filter(([, reward]) => reward !== null);
-  const mean = scored.reduce((sum, [, reward]) => sum + reward, 0) / scored.length;
-  const times = new Map();
-  return make("span", { class: "wb-dots", role: "group", ariaLabel: "rewards of the prompt's samples" }, scored.map(([row, reward]) => {
-    const again = times.get(reward) || 0, share = high > low ? (reward - low) / (high - low) : 0.5;
-    times.set(reward, again + 1);
-    const name = `row ${row}, reward ${said(reward)}`, apart = (share > 0.5 ? -1 : 1) * Math.min(again * 5, 60);
-    return make("button", { class: reward < mean ? "wb-below" : "", title: name, ariaLabel: name, ariaPressed: String(row === picked),
-      style: { left: `calc(6px + ${(100 * share).toFixed(1)}% - ${(12 * share).toFixed(1)}px + ${apart}px)` },
-      onclick: (event) => { event.stopPropagation(); pick(row); } });
-  }));
-}
-
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
