@@ -19,6 +19,7 @@ from workbench.compat.trl import TrlSettings, trl_settings
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.local_engine.engine import local
 from workbench.engines.paired import check_tokens
+from workbench.engines.pausing import Pausing
 from workbench.engines.protocol import Critic, Described, Engine, Learner, LogProbModel, SamplingSettings, WholeTeacher
 from workbench.rewards.reward import Rubric
 from workbench.stages.advantage import Advantage
@@ -180,6 +181,7 @@ def _frozen(engine: Any, teacher: Any) -> Any:
     """Return the frozen model of a teacher (of each in a dict). Raises `EngineError` for a teacher with other tokens."""
     if isinstance(teacher, Mapping):
         return {source: _frozen(engine, one) for source, one in teacher.items()}
+    teacher = teacher.teacher() if isinstance(teacher, Pausing) else teacher
     scores = isinstance(teacher, LogProbModel)
     require(scores, "argument teacher", expected="an engine, or a frozen model of one", found=teacher)
     if getattr(teacher, "tokenizer", None) is not None:
@@ -511,7 +513,7 @@ def distill(
 
     Args:
         engine: the student: samples and is trained.
-        teacher: an engine with the same tokenizer, or its `reference()`, or a vLLM server, `engines.remote(…).teacher()`; a dict
+        teacher: an engine with the same tokenizer, or its `reference()`, or a vLLM, `engines.vllm(…)` or `engines.remote(…)`; a dict
             data source → teacher gives each row its own. The last two with `top_k` or a sampled estimator; `"self"`: the student as it is before the update, which needs a `hint`.
         hint: the column with what only the teacher is told, a text or a chat (`stages.TeacherLogProb`): self-distillation
             (SDFT, SDPO) or a privileged teacher. `full` then compares the teacher's 100 likeliest tokens unless `top_k` says.

@@ -19,15 +19,13 @@ from typing import Any
 import pytest
 import torch
 from support.patience import LONG, patience
-from test_engines_vllm import TOLERANCE, asked, gap, moved
+from test_engines_vllm import TOLERANCE, asked, gap, moved, teaches
 
 import workbench as wb
 from workbench.base.errors import EngineError
-from workbench.dataproto import DataProto
 from workbench.engines import Request, local, paired, remote, server_command
 from workbench.engines.vllm_server.engine import VllmSettings, _shared_memory, interpreter
 from workbench.engines.weights import weights_of
-from workbench.stages.rollout import columns_of
 from workbench.testing.engines import EngineContract
 
 TINY = "data/tiny-arith"
@@ -181,19 +179,7 @@ class TestRemoteVllm:
 
     @pytest.mark.long
     def test_its_model_teaches_as_one_in_this_process(self, engine: Any) -> None:
-        learner = local(TINY, device="cpu", self_check=False)
-        engine.sync(learner)
-        requests = asked(engine, 3)
-        batch = DataProto.from_single_dict(columns_of([one.ids for one in requests], engine.sample_many(requests), 0))
-        mask = batch["response_mask"] * (torch.arange(batch["response_mask"].shape[1]) % 3 != 1)
-        batch = batch.with_columns({"response_mask": mask})
-        mine, theirs = (one.top_log_probs(batch, 5) for one in (learner.reference(), engine.teacher()))
-        assert mask.any() and mine.keys() == theirs.keys()
-        for name in ("log_probs", "top_log_probs"):
-            assert (mine[name] - theirs[name]).abs().max() < TOLERANCE, name
-        assert torch.equal(engine.teacher().compute_log_probs(batch)["log_probs"], theirs["log_probs"])
-        with pytest.raises(EngineError, match="temperature of a teacher behind HTTP"):
-            engine.teacher().compute_log_probs(batch, temperature=0.5)
+        teaches(engine)
 
     def test_two_steps_of_grpo(self, engine: Any) -> None:
         both = paired(local(TINY, lr=1e-3), engine)

@@ -109,6 +109,25 @@ def moved(learner: Any, steps: int = 3) -> Any:
     return learner
 
 
+def teaches(engine: Any) -> None:
+    """Assert that the engine's `teacher()` gives what the reference of a learner with the same weights gives."""
+    learner = local("data/tiny-arith", device="cpu", self_check=False)
+    engine.sync(learner)
+    requests = asked(engine, 3)
+    batch = DataProto.from_single_dict(columns_of([one.ids for one in requests], engine.sample_many(requests), 0))
+    mask = batch["response_mask"] * (torch.arange(batch["response_mask"].shape[1]) % 3 != 1)
+    batch = batch.with_columns({"response_mask": mask})
+    mine, theirs = (one.top_log_probs(batch, 5) for one in (learner.reference(), engine.teacher()))
+    assert mask.any() and mine.keys() == theirs.keys()
+    for name in ("log_probs", "top_log_probs"):
+        assert (mine[name] - theirs[name]).abs().max() < TOLERANCE, name
+    assert torch.equal(engine.teacher().compute_log_probs(batch)["log_probs"], theirs["log_probs"])
+    with pytest.raises(EngineError, match="temperature of a teacher in vLLM"):
+        engine.teacher().compute_log_probs(batch, temperature=0.5)
+    with pytest.raises(EngineError, match="(?s)max.logprobs|greater than max"):
+        engine.teacher().top_log_probs(batch, 50)
+
+
 @needs_vllm
 @slow
 @pytest.mark.long
@@ -169,6 +188,12 @@ class TestVllm:
                 assert set(left) <= set(right) or min(left.values()) == pytest.approx(
                     min(right.values()), abs=TOLERANCE
                 )
+
+    def test_its_model_teaches_as_one_in_this_process(self, engine: VllmEngine) -> None:
+        teaches(engine)
+        pipe = wb.recipes.distill(local("data/tiny-arith", lr=1e-3), engine, top_k=5, max_tokens=8, group_size=2)
+        done = wb.Stepper(pipe, wb.rows("data/arith/train.parquet").batch(2)).run()
+        assert done.trace.metrics["actor/divergence"] == pytest.approx(0, abs=TOLERANCE)  # of the same weights
 
     def test_samples_follow_the_distribution(self, engine: VllmEngine) -> None:
         learner = local("data/tiny-arith")

@@ -4,17 +4,19 @@ one version writes each row."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from workbench.base import runtime
 from workbench.base.activity import recorded
 from workbench.base.errors import EngineError
+from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.core import DataProto
 from workbench.engines.generating import Generates
 from workbench.engines.local_engine.loading import in_memory, load_model
 from workbench.engines.protocol import Request, Sample, SamplingSettings
@@ -22,8 +24,10 @@ from workbench.engines.settings import LocalSettings
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import Receiving, check_shapes
 
+T = TypeVar("T")
 PUSH_FAILED = "the push of weights failed; nothing is sampled until a push succeeds"
 _LAST_FAILED = "the last push of weights failed"
+NO_PROMPT_LOG_PROBS = "no log-probs from the teacher's vLLM (of up to max_logprobs tokens, and max_model_len in all)"
 PUSH_AGAIN = "push weights again: load_weights() does, and engines.paired() before its next sample"
 
 
@@ -84,6 +88,10 @@ class Pausing(Receiving, Generates):
         """Answer a request that was admitted; a subclass implements it."""
         raise NotImplementedError
 
+    async def _of_prompt(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        """Answer `prompt_log_probs`; a subclass implements it."""
+        raise NotImplementedError
+
     async def _step(self, step: str, *arguments: Any) -> Any:
         """Call a step of a push (`begin`, `take`, `end`) on each of the model's workers; returns what each returns. A
         subclass implements it."""
@@ -105,16 +113,25 @@ class Pausing(Receiving, Generates):
         """
         runtime.check()
         self._check(request)
-        return await runtime.unless_interrupted(self._let_in(request))
+        return await runtime.unless_interrupted(self._let_in(lambda: self._answered(request)))
 
-    async def _let_in(self, request: Request) -> Sample:
+    async def prompt_log_probs(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        """Return for each place of a prompt token → log-prob, in nats, of its token and of the k likeliest: of the raw logits, by a
+        vLLM. {} at the first place. Raises `EngineError` where vLLM refuses."""
+        return await self._let_in(lambda: self._of_prompt(ids, k))
+
+    def teacher(self) -> ServedTeacher:
+        """Return the model that is served as a teacher for `recipes.distill`."""
+        return ServedTeacher(self)
+
+    async def _let_in(self, answered: Callable[[], Awaitable[T]]) -> T:
         while not self._open.is_set():
             await self._open.wait()
         self._check_serving()
         self._unanswered += 1
         self._idle.clear()
         try:
-            return await self._answered(request)
+            return await answered()
         finally:
             self._unanswered -= 1
             if not self._unanswered:
@@ -200,3 +217,62 @@ class Pausing(Receiving, Generates):
             return
         with in_memory(place["data"]) as path:
             yield {"file": path, "nbytes": place["nbytes"]}
+
+
+class ServedTeacher:
+    """The weights that a vLLM has, in its own process or behind HTTP, as a model that scores; made by its `teacher`.
+
+    A pass over B rows is B requests for the log-probs of a prompt. They are those of the unscaled logits, so that the
+    temperature must be 1.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.tokenizer, self.template_switches = server.tokenizer, server.template_switches
+        self.describe = server.describe
+
+    def compute_log_probs(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Score the response tokens of a batch: `log_probs` [B, T] float32. Raises `EngineError` for another output."""
+        if tuple(want) != ("log_probs",):
+            raise EngineError("want of a teacher in vLLM", expected="log_probs", found=", ".join(want))
+        return self.top_log_probs(batch, 0, temperature)
+
+    def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Score a batch, with the k likeliest tokens at each place: see `GivesTops`. Raises `EngineError` where vLLM does not
+        give as many (its `max_logprobs`, by default 20)."""
+        if temperature != 1:
+            raise EngineError("temperature of a teacher in vLLM", expected="1, of its raw logits", found=temperature)
+        if PIXELS in batch and any(batch[PIXELS]):
+            raise EngineError("rows with pictures for a teacher in vLLM", expected="text", found="pictures")
+        mask = batch["response_mask"].bool()
+        whole = torch.nn.functional.pad(mask, (batch["input_ids"].shape[1] - mask.shape[1], 0))
+        questions = []  # of each row its tokens, and the places among them whose log-probs are wanted
+        for ids, there, wanted in zip(batch["input_ids"], batch["attention_mask"].bool(), whole, strict=True):
+            places = wanted[there].nonzero()[:, 0].tolist()
+            questions.append((ids[there][: max(places, default=-1) + 1].tolist(), places))
+
+        async def ask(question: tuple[list[int], list[int]]) -> list[tuple[float, list[tuple[float, int]]]]:
+            ids, places = question
+            held = await self._server.prompt_log_probs(ids, k) if places else []
+            return [(held[place][ids[place]], _likeliest(held[place], k)) for place in places]
+
+        found = [place for row in runtime.run_all(ask, questions) for place in row]
+        columns = {"log_probs": torch.zeros(mask.shape)}
+        columns["log_probs"][mask] = torch.tensor([value for value, _ in found])
+        if k:
+            tops = torch.tensor([likeliest for _, likeliest in found], dtype=torch.float64).view(-1, k, 2)
+            columns |= {"top_log_probs": torch.zeros(*mask.shape, k), "top_ids": torch.zeros(*mask.shape, k).long()}
+            columns["top_log_probs"][mask], columns["top_ids"][mask] = tops[..., 0].float(), tops[..., 1].long()
+        return columns
+
+    def __repr__(self) -> str:
+        return f"ServedTeacher({self._server!r})"
+
+
+def _likeliest(values: Mapping[int, float], k: int) -> list[tuple[float, int]]:
+    """Return the k likeliest tokens as (log-prob, id), the best first. Raises `EngineError` for fewer."""
+    if len(values) < k:
+        raise EngineError(NO_PROMPT_LOG_PROBS, expected=f"{k} tokens at a place", found=len(values))
+    return sorted(((value, token) for token, value in values.items()), key=lambda one: (-one[0], one[1]))[:k]

@@ -27,13 +27,11 @@ from workbench.base import runtime
 from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError
 from workbench.base.http import Client, Refused, Unreachable
-from workbench.dataproto.columns import PIXELS
-from workbench.dataproto.core import DataProto
 from workbench.engines.http import server
 from workbench.engines.http.server import SGLANG, VLLM, About, ProbeFindings, RemoteSettings, ServerReply, checked
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve, write_to
-from workbench.engines.pausing import PUSH_AGAIN, PUSH_FAILED, Pausing
+from workbench.engines.pausing import NO_PROMPT_LOG_PROBS, PUSH_AGAIN, PUSH_FAILED, Pausing, ServedTeacher
 from workbench.engines.protocol import Request, Sample, SamplingSettings, new_id
 from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
 from workbench.engines.weights import machine
@@ -307,15 +305,21 @@ class RemoteSampler(Pausing):
     async def _post(self, path: str, body: Any = None, read: Any = lambda reply: None) -> Any:
         return await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
 
-    async def ask(self, what: str, body: Mapping[str, Any], read: Any) -> Any:
-        """Post a request of another kind for this model, and return `read(reply)`. Raises `EngineError(what)` where it fails."""
-        url, whole = f"{self.url}{self._about.dialect.path}", {"model": self._about.name, **body}
-        with self._as_engine_errors(what):
-            return await self._client.post(url, whole, timeout=self._settings.timeout, read=read)
+    async def _of_prompt(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        def read(reply: Any) -> list[dict[int, float]]:
+            held = reply["choices"][0]["prompt_logprobs"]
+            return [{int(token): float(one["logprob"]) for token, one in (place or {}).items()} for place in held]
+
+        body = {"model": self._about.name, "prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
+        with self._as_engine_errors(NO_PROMPT_LOG_PROBS):
+            url = f"{self.url}{self._about.dialect.path}"
+            return await self._client.post(url, body, timeout=self._settings.timeout, read=read)
 
     def teacher(self) -> ServedTeacher:
         """Return the server's model as a teacher for `recipes.distill`. Raises `EngineError` for a server other than vLLM."""
-        return ServedTeacher(self)
+        if (kind := self._about.dialect.kind) != VLLM.kind:
+            raise EngineError("a teacher behind HTTP", expected="a vLLM server", found=f"{kind} at {self.url}")
+        return super().teacher()
 
     def restart(self) -> None:
         """Check and probe the server anew, after it was restarted by somebody else; a pair then pushes its weights
@@ -357,82 +361,6 @@ class RemoteSampler(Pausing):
         kind = f"{self._about.dialect.kind} {self._about.version}, "
         how = "never change" if self.stale else "are pushed"
         return f"RemoteSampler({self.path!r}: {kind}{self.url}, version {self.version}, its weights {how})"
-
-
-class ServedTeacher:
-    """The weights that a vLLM server has, as a model that scores; made by `RemoteSampler.teacher`, of itself.
-
-    A pass over B rows is B requests for the log-probs of a prompt. They are those of the unscaled logits, so that the
-    temperature must be 1.
-    """
-
-    def __init__(self, server: RemoteSampler) -> None:
-        kind = server.describe()["kind"]
-        if kind != VLLM.kind:
-            raise EngineError("a teacher behind HTTP", expected="a vLLM server", found=f"{kind} at {server.url}")
-        self._server = server
-        self.tokenizer, self.template_switches = server.tokenizer, server.template_switches
-
-    def compute_log_probs(
-        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
-    ) -> dict[str, torch.Tensor]:
-        """Score the response tokens of a batch: `log_probs` [B, T] float32. Raises `EngineError` for another output."""
-        if tuple(want) != ("log_probs",):
-            raise EngineError("want of a teacher behind HTTP", expected="log_probs", found=", ".join(want))
-        return self.top_log_probs(batch, 0, temperature)
-
-    def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Score a batch, with the k likeliest tokens at each place: see `GivesTops`. Raises `EngineError` where the server
-        does not give as many (vLLM's `--max-logprobs`, by default 20)."""
-        if temperature != 1:
-            raise EngineError(
-                "temperature of a teacher behind HTTP", expected="1, of its raw logits", found=temperature
-            )
-        if PIXELS in batch and any(batch[PIXELS]):
-            raise EngineError("rows with pictures for a teacher behind HTTP", expected="text", found="pictures")
-        mask = batch["response_mask"].bool()
-        whole = torch.nn.functional.pad(mask, (batch["input_ids"].shape[1] - mask.shape[1], 0))
-        questions = []  # of each row its tokens, and the places among them whose log-probs are wanted
-        for ids, there, wanted in zip(batch["input_ids"], batch["attention_mask"].bool(), whole, strict=True):
-            places = wanted[there].nonzero()[:, 0].tolist()
-            questions.append((ids[there][: max(places, default=-1) + 1].tolist(), places))
-
-        async def ask(question: tuple[list[int], list[int]]) -> list[tuple[float, list[tuple[float, int]]]]:
-            return await self._asked(*question, k) if question[1] else []
-
-        found = [place for row in runtime.run_all(ask, questions) for place in row]
-        columns = {"log_probs": torch.zeros(mask.shape)}
-        columns["log_probs"][mask] = torch.tensor([value for value, _ in found])
-        if k:
-            tops = torch.tensor([likeliest for _, likeliest in found], dtype=torch.float64).view(-1, k, 2)
-            columns |= {"top_log_probs": torch.zeros(*mask.shape, k), "top_ids": torch.zeros(*mask.shape, k).long()}
-            columns["top_log_probs"][mask], columns["top_ids"][mask] = tops[..., 0].float(), tops[..., 1].long()
-        return columns
-
-    async def _asked(self, ids: list[int], places: list[int], k: int) -> list[tuple[float, list[tuple[float, int]]]]:
-        """Return of each wanted place the log-prob of its token, and the k likeliest (log-prob, id), the best first."""
-
-        def read(reply: Any) -> list[tuple[float, list[tuple[float, int]]]]:
-            held: Sequence[Mapping[str, Any] | None] = reply["choices"][0]["prompt_logprobs"]
-            found = []
-            for place in places:
-                values = {int(token): float(one["logprob"]) for token, one in (held[place] or {}).items()}
-                ranked = sorted(((value, token) for token, value in values.items()), key=lambda one: (-one[0], one[1]))
-                if len(ranked) < k:
-                    raise ValueError(f"the reply has {len(ranked)} tokens at a place; expected {k}")
-                found.append((values[ids[place]], ranked[:k]))
-            return found
-
-        body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": k}
-        what = "no log-probs from the teacher's server (of up to --max-logprobs tokens, and --max-model-len in all)"
-        return await self._server.ask(what, body, read)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the server reports of itself, for a run's record."""
-        return self._server.describe()
-
-    def __repr__(self) -> str:
-        return f"ServedTeacher({self._server!r})"
 
 
 def _tag(version: int) -> str:

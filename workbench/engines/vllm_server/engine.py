@@ -403,6 +403,13 @@ class VllmEngine(Served, Pausing):
         tops = tuple(dict(zip(ids, values, strict=True)) for ids, values in reply.get("tops", ()))
         return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, self.version, experts=experts, tops=tops)
 
+    async def _of_prompt(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        check_prompt(ids, self._rows, self.max_length, "vLLM", "max_model_len")
+        params = {"max_tokens": 1, "prompt_logprobs": k, "detokenize": False}
+        content: dict[str, Any] = {"ids": list(ids), "params": params, "tops": 0, "schema": None}
+        reply = await asyncio.wrap_future(self._link.ask("sample", stoppable=True, adapter=self._adapter, **content))
+        return [dict(zip(tokens, values, strict=True)) for tokens, values in reply["prompt"]]
+
     def check_schema(self, schema: str) -> None:
         """Raise `EngineError` where this vLLM would return other log-probs than the policy's; vLLM itself reads the schema."""
         if not self._about["exact"]:

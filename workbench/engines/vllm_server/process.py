@@ -391,8 +391,9 @@ class Service:
             picked = [flat.logprobs[place] for place in flat.start_indices]  # the sampled token comes first
             answer = {"ids": list(best.token_ids), "log_probs": picked, "finish_reason": reason}
             if len(flat.logprobs) > len(picked):
-                spans = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
-                answer["tops"] = [[flat.token_ids[one], flat.logprobs[one]] for one in spans]
+                answer["tops"] = _places(flat)
+            if output.prompt_logprobs is not None:
+                answer["prompt"] = _places(output.prompt_logprobs)
             if (experts := getattr(best, "routed_experts", None)) is not None:
                 packed = base64.b64encode(experts.astype("<i2").tobytes()).decode()
                 answer |= {"experts": packed, "experts_shape": list(experts.shape)}
@@ -404,6 +405,12 @@ class Service:
     def say(self, **message: Any) -> None:
         """Send one message to the driver."""
         self._parent.send(json.dumps(message).encode())
+
+
+def _places(flat: Any) -> list[list[Any]]:
+    """Return the token ids and the log-probs at each place of vLLM's flat log-probs."""
+    spans = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
+    return [[flat.token_ids[one], flat.logprobs[one]] for one in spans]
 
 
 def _limited(about: Any) -> bool:
