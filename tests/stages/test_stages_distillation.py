@@ -366,3 +366,9 @@ def test_names_of_a_moving_average_are_refused_with_those_here(student: Any, tea
         wb.recipes.grpo(student, varied, ema_decay=0.99)
     with pytest.raises(SettingError, match="what teacher_sync_steps needs"):
         wb.recipes.distill(student, teacher, teacher_sync_steps=1)
+
+
+def test_an_average_of_adapters_is_refused_by_name(tiny: str) -> None:
+    adapted = wb.engines.local(tiny, device="cpu", lora_rank=2, self_check=False)
+    with pytest.raises(EngineError, match="model without LoRA; found LoRA adapters.*teacher_sync_steps"):
+        wb.recipes.distill(adapted, "self", hint="extra_info.answer", teacher_sync_steps=1)

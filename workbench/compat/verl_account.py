@@ -36,7 +36,7 @@ actor_rollout_ref.actor.optim.total_training_steps | near | — | the schedule i
 actor_rollout_ref.actor.optim.{optimizer,name} | refused unless AdamW adamw adam | — | AdamW
 actor_rollout_ref.actor.optim.{min_lr_ratio,min_lr,min_lr_factor} | refused unless null 0 if decay | — | cosine goes down to 0
 {actor_rollout_ref.actor,critic}.optim.lr_decay_steps | refused unless null 0 if decay | — | the schedule is as long as the run
-actor_rollout_ref.actor.optim.lr_warmup_init | refused unless null 0 | — | a warm-up begins at 1/n of the rate
+{actor_rollout_ref.actor.optim.lr_warmup_init,optim.init_lr_ratio} | refused unless null 0 | — | a warm-up begins at 1/n of the rate
 actor_rollout_ref.actor.optim.num_cycles | refused unless null 0.5 | — | cosine is half a period
 actor_rollout_ref.actor.optim.optimizer_impl | refused unless torch.optim | — | torch's AdamW
 {actor_rollout_ref.actor,critic}.optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction,overlap_cpu_optimizer_d2h_h2d} | hardware | — | where the optimizer's state is
@@ -108,7 +108,7 @@ actor_rollout_ref.actor.megatron.expert_model_parallel_size | hardware | FsdpSet
 actor_rollout_ref.actor.checkpoint.{save_contents,async_save,strict,mbridge_config} | hardware | — | weights, optimizer, schedule and controllers are always saved
 {actor_rollout_ref.actor,critic}.checkpoint.* | near | train(resume) | everything is saved and loaded, or nothing
 {ray_init,ray_kwargs}.timeline_json_file | hardware | — | not written by itself: `cluster.timeline.save(path)` | none, as in verl
-{actor_rollout_ref.actor.profiler,actor_rollout_ref.ref.profiler,actor_rollout_ref.rollout.profiler,critic.profiler,reward_model.profiler,global_profiler,ray_kwargs,ray_init,transfer_queue}.* | hardware | — | see wb.cluster
+{actor_rollout_ref.actor.profiler,actor_rollout_ref.ref.profiler,actor_rollout_ref.rollout.profiler,critic.profiler,reward_model.profiler,profiler,global_profiler,ray_kwargs,ray_init,transfer_queue}.* | hardware | — | see wb.cluster
 hydra.* | hardware | — | where verl's configuration files and logs are
 *@* | near | — | chooses one of verl's own configuration files, which is not read: give the settings of it that matter
 actor_rollout_ref.{nccl_timeout,hybrid_engine} | hardware | — | who runs where
@@ -236,7 +236,7 @@ data.{image_patch_size,return_multi_modal_inputs} | near | wb.rows | pictures ar
 data.{accuracy_lower_bound,accuracy_upper_bound,filter_accuracy,oversample_factor,min_response_length} | refused unless null False | — | a recipe's own
 data.{function_tool_path,tokenizer} | refused unless null | — | tools are objects; the tokenizer is the model's
 data.{batch_size,output_path} | refused | wb.evaluate | of generation, not of training
-data.{val_batch_size,filter_overlong_prompts_workers,dataloader_num_workers,return_raw_chat,return_raw_input_ids,return_full_prompt,validation_shuffle,trust_remote_code,use_shm} | hardware | — | how rows are read
+data.{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu,use_dynamic_bsz,pad_mode,balance_dp_token,num_workers,val_batch_size,filter_overlong_prompts_workers,dataloader_num_workers,return_raw_chat,return_raw_input_ids,return_full_prompt,validation_shuffle,trust_remote_code,use_shm} | hardware | — | how rows are read
 algorithm.adv_estimator | exact | recipes | the recipe of that name; `gae` is `ppo`
 algorithm.gamma | exact if gamma | ppo(gamma) |  | =
 algorithm.lam | exact if gae | ppo(lam) |  | =
@@ -284,7 +284,7 @@ trainer.v1.* | near | train(max_lag) | when a stream begins, and which GPU sampl
 trainer.checkpoint_callback_class | refused unless null | — | checkpoints are in the run folder
 trainer.{fixed_eval,ref_update_freq} | refused unless null False 0 | — | the reference is frozen
 trainer.balance_batch | near | — | rows are balanced over ranks at each pass, and stay in their mini-batch
-trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
+trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,profile_interval,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
 {reward_model,reward.reward_model}.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
 {reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
 {reward_model,reward.reward_model}.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code,nccl_timeout,megatron.*} | hardware | — | where and how the reward model runs
@@ -293,7 +293,7 @@ trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_nod
 {reward_model,reward.reward_model}.load_weight | refused unless null True | rewards.RewardModel | weights are always loaded
 reward_model.{model.input_tokenizer,model.external_lib,max_length} | refused unless null | rewards.RewardModel | the reward model's own tokenizer and lengths
 {reward,reward_model,custom_reward_function,reward_manager,sandbox_fusion}.* | exact | reward_from | the same names
-model_engine | hardware | — | transformers' models, in this process or by FSDP
+{model_engine,model,engine} | hardware | — | transformers' models, in this process or by FSDP
 skip.* | hardware if skip.rollout.enable | — | of skipping
 distillation.enabled | exact | recipes.distill | with `use_task_rewards`, verl's default, the RL recipe with a teacher
 distillation.teacher_models.*.model_path | exact if distillation.enabled | engines.local | the teacher, in this process; of several `teacher_model` is left out, as verl does
@@ -313,33 +313,25 @@ rollout.{nnodes,n_gpus_per_node} | hardware | — | where the sampler is
 sft_trainer | exact | recipes.sft | the command is one of verl's SFT trainer
 data.messages_key | near | wb.rows(prompt) | of each answer its text and EOS are learned; in verl what the template writes behind it, too
 data.multiturn.{messages_key,tools_key,enable_thinking_key} | alias | data.*
-data.multiturn.enable | refused unless True | wb.rows | write the column messages
-data.{response_key,prompt_dict_keys,response_dict_keys} | refused unless null | wb.rows | of the older SFT trainer: write the column messages
-data.{tools_key,enable_thinking_key,enable_thinking_default} | refused unless null tools enable_thinking | engines.local(template_switches) | arguments of the chat template are the same for all rows
-data.chat_template | refused unless null | engines.local(path) | the model's folder has it
+data.{multiturn.enable,response_key,prompt_dict_keys,response_dict_keys} | refused unless null True | wb.rows | of the older SFT trainer: write the column messages
+data.{tools_key,enable_thinking_key,enable_thinking_default,chat_template} | refused unless null tools enable_thinking | engines.local(template_switches) | the model's chat template, and arguments of it that are the same for all rows
 data.max_length | near | sft(max_tokens) | limits the prompt and what follows it, each alone; a longer one is refused | 1024, as in verl
 data.ignore_input_ids_mismatch | near | — | the chat template reads a chat as a whole
-data.{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu,use_dynamic_bsz,pad_mode,balance_dp_token,num_workers} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
 trainer.seed | alias | data.seed
 trainer.max_ckpt_to_keep | alias | trainer.max_actor_ckpt_to_keep
-{trainer.profile_interval,profiler.*} | hardware | — | what is written
 optim.{warmup_steps_ratio,lr_warmup_steps_ratio} | alias | actor_rollout_ref.actor.optim.lr_warmup_steps_ratio
 optim.lr_scheduler | alias | actor_rollout_ref.actor.optim.lr_scheduler_type
-optim.init_lr_ratio | refused unless null 0 | — | a warm-up begins at 1/n of the rate
-optim.{master_weights,store_param_remainders} | near | — | weights are float32
+{optim.master_weights,optim.store_param_remainders,engine.backend_config.*} | near | — | rounds otherwise
 optim.* | alias | actor_rollout_ref.actor.optim.*
 optim | near unless fsdp | LocalSettings | chooses the defaults of another optimizer, which are not read: give the settings that matter
 model.partial_pretrain | near | engines.local(path) | of the older SFT trainer, whose defaults (lr 1e-5, betas 0.9 and 0.95, cosine with a warm-up) are not read: give the settings that matter
 model.fsdp_config.{cpu_offload,offload_params} | hardware | FsdpSettings.offload | where the weights are
-model.strategy | hardware | — | how ranks share the work
 model.fsdp_config.* | alias | actor_rollout_ref.actor.fsdp_config.*
 model.* | alias | actor_rollout_ref.model.*
 checkpoint.* | alias | actor_rollout_ref.actor.checkpoint.*
 {ulysses_sequence_parallel_size,use_remove_padding} | alias | actor_rollout_ref.actor.*
-engine.{distributed_strategy,*_size,activation_checkpointing,enable_compile} | hardware | — | how ranks share the work
-engine.backend_config.* | near | — | rounds otherwise
+{engine.distributed_strategy,engine.*_size,engine.activation_checkpointing,engine.enable_compile,model.strategy} | hardware | — | how ranks share the work
 engine.* | alias | actor_rollout_ref.actor.{fsdp_config,megatron,veomni,torchtitan,engine}.*
-{model,engine} | hardware | — | transformers' models, in this process or by FSDP
 {async_training,rollout,actor_rollout_ref.teacher,teacher,atropos}.* | refused | train(ahead) | of a recipe of verl's own
 """
 
