@@ -241,8 +241,8 @@ class OpenTools:
         kwargs = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
         return {key: value for key, value in kwargs.items() if value is not None}
 
-    def _record_of(self, call: FunctionCall, found: Any) -> ToolCall:
-        response, reward, metrics = found
+    def _record_of(self, call: FunctionCall, executed: Any) -> ToolCall:
+        response, reward, metrics = executed
         if not isinstance(response, ToolResponse):
             response = ToolResponse(text=None if response is None else as_text(response))
         if reward is not None and not math.isfinite(reward):

@@ -141,9 +141,9 @@ def _by_words(actions: Sequence[str] | Mapping[str, Any]) -> Callable[[str], Any
     pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest))})(?!\w)")
 
     def read(text: str) -> Any:
-        if not (found := pattern.findall(text.lower())):
+        if not (names := pattern.findall(text.lower())):
             raise ValueError(f"{text.strip()[:100]!r}; expected one of {', '.join(map(str, listed))}")
-        return known[found[-1]]
+        return known[names[-1]]
 
     return read
 
@@ -153,8 +153,8 @@ def _shown(show: Show | None, observation: Any, env: Any) -> str:
     if show is not None:
         return show(observation, env) if _takes_two(show) else show(observation)
     if getattr(env, "render_mode", None) in ("ansi", "ansi_list"):
-        found = env.render()
-        return _without_colours("".join(found) if isinstance(found, list) else str(found))
+        rendered = env.render()
+        return _without_colours("".join(rendered) if isinstance(rendered, list) else str(rendered))
     return str(observation)
 
 
@@ -175,13 +175,13 @@ def _without_colours(text: str) -> str:
     """Remove the escape codes from a terminal's text; coloured text is put between tags (`<red>…</red>`), as a colour
     may carry meaning."""
 
-    def tagged(found: re.Match[str]) -> str:
-        name = _COLOURS[int(found[1])]
-        return f"<{name}>{found[2]}</{name}>"
+    def tagged(match: re.Match[str]) -> str:
+        name = _COLOURS[int(match[1])]
+        return f"<{name}>{match[2]}</{name}>"
 
-    found = 1
-    while found:  # from the inside: a colour on a colour
-        text, found = _COLOURED.subn(tagged, text)
+    count = 1
+    while count:  # from the inside: a colour on a colour
+        text, count = _COLOURED.subn(tagged, text)
     return _ESCAPE.sub("", text)
 
 
@@ -394,9 +394,9 @@ def _reset(env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
     """Reset an environment: (observation, info). `seed` and `options` are passed where `reset` takes them; info is {}
     where it returns none."""
     wanted = {"seed": seed, "options": options}
-    found = _call_with_known(env.reset, {key: one for key, one in wanted.items() if one is not None})
-    pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-    return found if pair else (found, {})
+    outcome = _call_with_known(env.reset, {key: one for key, one in wanted.items() if one is not None})
+    pair = isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)
+    return outcome if pair else (outcome, {})
 
 
 def _call_with_known(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

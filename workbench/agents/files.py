@@ -226,6 +226,6 @@ def _import_from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> M
 
 def _check_place(module: ModuleType, name: str, allowed: Sequence[Path]) -> ModuleType:
     places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
-    found = [Path(str(one)).resolve() for one in places]
-    check_roots(f"module {name!r}", found, allowed, SettingError, "rename yours if it has the name of another module")
+    paths = [Path(str(one)).resolve() for one in places]
+    check_roots(f"module {name!r}", paths, allowed, SettingError, "rename yours if it has the name of another module")
     return module

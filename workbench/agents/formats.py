@@ -205,8 +205,8 @@ class ApertusParser(TaggedJson):
     KINDS = (list,)
 
     def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        found = loose_json(written)
-        listed = found if isinstance(found, list) else []
+        value = loose_json(written)
+        listed = value if isinstance(value, list) else []
         if not listed or not all(isinstance(entry, Mapping) and len(entry) == 1 for entry in listed):
             return (FunctionCall("", as_written(written)),)
         return tuple(
@@ -542,8 +542,8 @@ class PythonicParser(FindsCalls):
                 if bracket != closes.pop():
                     return "", -1
                 if not closes:
-                    found = loose_json("".join([*parts, "}"]))
-                    return arguments_text(found, text[start : part.start()]), part.end()
+                    arguments = loose_json("".join([*parts, "}"]))
+                    return arguments_text(arguments, text[start : part.start()]), part.end()
             if word and equals and len(closes) == 1:
                 parts.append(f'"{word}":')
             elif string and string[0] == "'":

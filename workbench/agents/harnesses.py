@@ -142,8 +142,8 @@ class Harness(AgentLoopBase):
                 extra, trouble = await self._played(room, session, row)
         if session.failure is not None:
             raise session.failure
-        found = self._outputs(session, row, extra, trouble)
-        return found if len(found) > 1 else found[0]
+        outputs = self._outputs(session, row, extra, trouble)
+        return outputs if len(outputs) > 1 else outputs[0]
 
     async def _played(self, room: _Room, session: PolicySession, row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Let the harness play the episode: (the harness's result, what went wrong or "")."""
@@ -238,8 +238,8 @@ class Harness(AgentLoopBase):
         if trouble and session.reason is not None and answered:  # it could not go on, because a limit refused it
             extra, trouble = {**extra, "stopped": trouble}, ""
         extra = {**extra, "errors": [trouble] if trouble else []}
-        found = session.sequences(**extra) or [self._silent_output(row, extra)]
-        return [replace(one, finish_reason="abort") for one in found] if trouble else found
+        outputs = session.sequences(**extra) or [self._silent_output(row, extra)]
+        return [replace(one, finish_reason="abort") for one in outputs] if trouble else outputs
 
     def _silent_output(self, row: Mapping[str, Any], extra: Mapping[str, Any]) -> AgentLoopOutput:
         """Make the output of an episode in which the harness asked the policy nothing."""

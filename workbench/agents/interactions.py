@@ -110,9 +110,9 @@ class RemoteInteraction(BaseInteraction):
         """Start a conversation in the actor; returns its id."""
         instance_id = instance_id or str(uuid4())
         self._beginning[instance_id] = answer = self.actor.start_interaction.remote(instance_id, **kwargs)
-        found = await maybe_awaited(answer)
+        name = await maybe_awaited(answer)
         self._beginning.pop(instance_id, None)
-        return str(found or instance_id)
+        return str(name or instance_id)
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
         """Let the actor reply to `messages`: (stop, text, score, extra)."""
@@ -134,9 +134,9 @@ class RemoteInteraction(BaseInteraction):
         await maybe_awaited(answer)
 
 
-async def maybe_awaited(found: Any) -> Any:
+async def maybe_awaited(value: Any) -> Any:
     """Return a value, or, where it is awaitable, its result: for calls of functions that may be sync or async."""
-    return await found if inspect.isawaitable(found) else found
+    return await value if inspect.isawaitable(value) else value
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class Conversation:
         of another form."""
         chat = [dict(one) for one in messages]
         answer = self.interaction.generate_response(self.instance_id, chat, **self.kwargs)
-        found: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer
-        return _check_reply(self.name, found)
+        reply: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer
+        return _check_reply(self.name, reply)
 
     async def respond(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """Ask the simulated user to answer the conversation so far, and keep the score that it gives.
@@ -200,8 +200,8 @@ class Conversation:
         """Return the simulated user's score of the conversation (`calculate_score`). Raises `ForeignError` as `respond`
         does."""
         with boundary(f"interaction {self.name!r}"):
-            found = await within(self.interaction.calculate_score(self.instance_id), self.seconds)
-        return _finite_number(self.name, "calculate_score", found)
+            number = await within(self.interaction.calculate_score(self.instance_id), self.seconds)
+        return _finite_number(self.name, "calculate_score", number)
 
     async def end(self) -> None:
         """Finalise the conversation, even when cancelled; a second call does nothing. A failure is kept in `trouble`."""
@@ -264,9 +264,9 @@ def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     extra = row.get("extra_info")
     for place in (extra if isinstance(extra, Mapping) else {}, row):
-        found = place.get("interaction_kwargs")
-        if isinstance(found, Mapping):
-            return {str(key): value for key, value in found.items() if value is not None}
+        kwargs = place.get("interaction_kwargs")
+        if isinstance(kwargs, Mapping):
+            return {str(key): value for key, value in kwargs.items() if value is not None}
     if "extra_info" in row or "prompt" in row or "raw_prompt" in row:
         return {}
     return dict(row)
@@ -311,9 +311,9 @@ def checked_interactions(interactions: Any) -> dict[str, Interaction]:
         pairs = [(getattr(one, "name", None), one) for one in interactions]
     for name, one in pairs:
         _check_interaction(name, one)
-    if len(found := dict(pairs)) < len(pairs):
+    if len(by_name := dict(pairs)) < len(pairs):
         raise SettingError("names of the interactions", expected="unique names", found=[name for name, _ in pairs])
-    return found
+    return by_name
 
 
 def _check_interaction(name: Any, user: Any) -> None:

@@ -385,8 +385,8 @@ def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ..
 
     A text that cannot be read is one call, with the text as its arguments.
     """
-    found = loose_json(written)
-    listed = found if many and isinstance(found, list) else [found]
+    value = loose_json(written)
+    listed = value if many and isinstance(value, list) else [value]
     if not listed or not all(isinstance(call, Mapping) for call in listed):
         named = _NAMED.match(written)
         return (FunctionCall(named[1] if named else "", as_written(written)),)
@@ -421,9 +421,9 @@ def dumped(value: Any) -> str:
 
 
 def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    found = loose_json(written)
-    if isinstance(found, Mapping) or written.startswith("{"):
-        return arguments_text(found, written)
+    arguments = loose_json(written)
+    if isinstance(arguments, Mapping) or written.startswith("{"):
+        return arguments_text(arguments, written)
     parameters = parameters_of(name, tools)
     required, known = parameters.get("required") or [], parameters.get("properties") or {}
     names = list(required if len(required) == 1 else known)
@@ -615,6 +615,6 @@ def unescaped(text: str) -> str:
     return _ESCAPE.sub(_character, text)
 
 
-def _character(found: re.Match[str]) -> str:
-    code = found[1] or found[2] or found[3]
-    return chr(int(code, 16)) if code else _ESCAPES.get(found[4], found[4])
+def _character(escape: re.Match[str]) -> str:
+    code = escape[1] or escape[2] or escape[3]
+    return chr(int(code, 16)) if code else _ESCAPES.get(escape[4], escape[4])

@@ -141,8 +141,8 @@ class Recording:
         names = chain(messages, first, reasoning=self.reasoning)
         for place in range(len(messages) - 1, -1, -1):
             if messages[place]["role"] == "assistant":
-                found = self._by_answer.get(names[place]) if place < len(messages) - 1 else None
-                return found, place + 1 if found else 0, names[-1]
+                node = self._by_answer.get(names[place]) if place < len(messages) - 1 else None
+                return node, place + 1 if node else 0, names[-1]
         return None, 0, names[-1]
 
     def add(self, nodes: Sequence[AnswerNode]) -> None:
@@ -207,8 +207,8 @@ def _records(message: Message, after: Sequence[Message]) -> tuple[ToolCall, ...]
     named = {one.get("tool_call_id"): one for one in answers}
     records = []
     for place, (key, call) in enumerate(calls):
-        found = named.get(key) or (answers[place] if len(answers) == len(calls) else None)
-        status, text = ("ok", str(found["content"])) if found else ("not run", "")
+        answer = named.get(key) or (answers[place] if len(answers) == len(calls) else None)
+        status, text = ("ok", str(answer["content"])) if answer else ("not run", "")
         records.append(ToolCall(call.name, call.arguments, status, text))
     return tuple(records)
 

@@ -85,5 +85,5 @@ def held_back(text: str, marks: Collection[str]) -> str:
 
 def before_calls(text: str, form: str) -> str:
     """Return the beginning of a content that no call can follow in, for a parser with this `call_form` (""; unknown)."""
-    found = _CALL.search(text)
-    return "" if not form or text[:1].isspace() else text[: found.start() if found else None].rstrip()
+    call = _CALL.search(text)
+    return "" if not form or text[:1].isspace() else text[: call.start() if call else None].rstrip()

@@ -191,8 +191,8 @@ class TurnTokens:
         if self._calls_before(messages):
             return self._behind_call([_QUESTION], messages, ending, generation=generation)[1]
         text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
-        _, found, after = text.partition(_ANSWER)
-        if not found:
+        _, mark, after = text.partition(_ANSWER)
+        if not mark:
             raise DataError(f"the chat template of {self._name} left out an assistant's answer")
         return after
 

@@ -359,8 +359,8 @@ class ToolAgent(AgentLoopBase):
         errors += [episode.user.trouble] if episode.user and episode.user.trouble else []
         episode.transcript.tool_seconds = episode.tools.seconds
         scores = {"tool_scores": episode.tools.scores} if episode.tools.scores else {}
-        found = self.sequences(episode, tool_totals=rewards, errors=errors, **scores)
-        return found if len(found) > 1 else found[0]
+        outputs = self.sequences(episode, tool_totals=rewards, errors=errors, **scores)
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def sequences(self, episode: EpisodeState, **extra: Any) -> Sequences:
         """Return the sequences of an episode so far as outputs; `extra` is added to the last one's."""

@@ -110,8 +110,8 @@ class RecordedRows(Composite):
     def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
         """Update the rows from a step's scored batches; `record` writes the update to disk. Returns metrics."""
         metrics, counts = self._base.learn(step, batches), Counter[str]()
-        for found in self._lines(step, batches, counts):
-            self._unwritten.append(self._add({STEP: step, **found}))
+        for line in self._lines(step, batches, counts):
+            self._unwritten.append(self._add({STEP: step, **line}))
         self._rows = self._present()
         return {**metrics, **{f"data/{name}": float(number) for name, number in counts.items()}}
 
@@ -411,8 +411,8 @@ class Adaptive(RecordedRows):
         return {"base": self._base._position(self._with_retries(asks, seed)[0], seed), **self._known(asks)}
 
     def _further(self, size: int, step: int, seed: int) -> list[int]:
-        found = self._base._further(4 * size, step, seed)
-        return sorted(found, key=lambda row: not self._accepted(row, step, seed, "further"))[:size]
+        drawn = self._base._further(4 * size, step, seed)
+        return sorted(drawn, key=lambda row: not self._accepted(row, step, seed, "further"))[:size]
 
     def _batch(self, drawn: Sequence[Drawn], *, step: int, epoch: int, seed: int) -> DataProto:
         batch = super()._batch(drawn, step=step, epoch=epoch, seed=seed)

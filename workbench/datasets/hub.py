@@ -67,10 +67,10 @@ class Named:
 
 def named(text: str | Path) -> Named | None:
     """Read a text as a data set's name; None where it is a path: a file's ending, or a first part that is a folder here."""
-    found = _NAME.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    match = _NAME.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         return None
-    prefix, name, part, revision = found.groups()
+    prefix, name, part, revision = match.groups()
     path = not (prefix or part) and (name.endswith(SUFFIXES) or Path(text).exists())
     return None if path or not is_hub_name(name) else Named(name, part or "", revision)
 

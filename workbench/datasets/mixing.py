@@ -222,8 +222,8 @@ class Stages(Composite):
 
     def _further(self, size: int, step: int, seed: int) -> list[int]:
         number = self.stage_at(step)
-        found = self._parts[number]._further(size, step, derive(seed, "stage", number))
-        return [self._offsets[number] + index for index in found]
+        indices = self._parts[number]._further(size, step, derive(seed, "stage", number))
+        return [self._offsets[number] + index for index in indices]
 
     def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
         """Return the metric `data/stage`: the number of the step's stage, from 0."""

@@ -77,8 +77,8 @@ class Picture:
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(self.data), formats=FORMATS) as found:
-                return found.convert("RGB")
+            with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:
+                return image.convert("RGB")
         except Exception as cause:  # as many kinds of error as formats
             raise DataError(f"{place} cannot be decoded: {first_line(cause)}") from cause
 

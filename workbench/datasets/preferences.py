@@ -176,8 +176,8 @@ def _counts(counted: Counter[Any]) -> str:
 
 
 def _ratings(samples: Samples, name: str) -> str:
-    found = [answer.scores[name] for one in samples for answer in one.answers if name in answer.scores]
-    return f"{min(found):g} to {max(found):g} (mean {sum(found) / len(found):.3g})"
+    ratings = [answer.scores[name] for one in samples for answer in one.answers if name in answer.scores]
+    return f"{min(ratings):g} to {max(ratings):g} (mean {sum(ratings) / len(ratings):.3g})"
 
 
 def _preference(sample: Sample) -> str:

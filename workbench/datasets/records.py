@@ -277,9 +277,9 @@ def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, 
         name: [one for one in (cell if isinstance(cell, list) else [cell]) if not _empty(one)]
         for name, cell in cells.items()
     }
-    turns, found = pictures.placed(_read(prompt, place) if isinstance(prompt, str) else prompt, beside, place)
+    turns, seen = pictures.placed(_read(prompt, place) if isinstance(prompt, str) else prompt, beside, place)
     others = {name: cell for name, cell in kept.items() if name not in pictures.COLUMNS}
-    return (turns, {**others, pictures.IMAGES: found}) if found else (prompt, kept)
+    return (turns, {**others, pictures.IMAGES: seen}) if seen else (prompt, kept)
 
 
 def refuse_media(columns: Mapping[str, Any], place: str, how: Reading | None = None) -> None:

@@ -106,13 +106,13 @@ def _with_arguments(turn: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
     calls = []
     for call in turn["tool_calls"]:
         function = dict(call.get("function") or call)
-        given = function.get("arguments")
-        if kind is dict and isinstance(given, str):
+        arguments = function.get("arguments")
+        if kind is dict and isinstance(arguments, str):
             with contextlib.suppress(ValueError):
-                given = json.loads(given or "{}")
-        elif kind is str and not isinstance(given, str):
-            given = json.dumps(given or {}, ensure_ascii=False)
-        function["arguments"] = given if isinstance(given, str | dict) else function.get("arguments")
+                arguments = json.loads(arguments or "{}")
+        elif kind is str and not isinstance(arguments, str):
+            arguments = json.dumps(arguments or {}, ensure_ascii=False)
+        function["arguments"] = arguments if isinstance(arguments, str | dict) else function.get("arguments")
         calls.append({**call, "function": function} if "function" in call else function)
     return {**turn, "tool_calls": calls}
 

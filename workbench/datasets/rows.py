@@ -103,8 +103,8 @@ class Rows(Shown):
     """
 
     def __init__(self, rows: Any, *, max_prompt_length: int | None = None, source: str = "") -> None:
-        found, read_as = Reading().read(rows, source)
-        self._fill(found, max_prompt_length, source, read_as)
+        listed, read_as = Reading().read(rows, source)
+        self._fill(listed, max_prompt_length, source, read_as)
 
     def _fill(self, rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str, read_as: str) -> None:
         self._rows = tuple(rows)

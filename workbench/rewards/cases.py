@@ -201,13 +201,13 @@ def _call(name: str, value: Any, wanted: Any) -> Case:
             arguments = [line[0] for line in lines]
     # `True` is Python's value, or the text itself
     expected = _possible_values(wanted) or [wanted] if isinstance(wanted, str) else [wanted]
-    asked = {"role": "values", "function": name}
+    task = {"role": "values", "function": name}
     try:
         json.dumps(arguments)
     except (TypeError, ValueError, RecursionError):  # bytes, or an integer with more digits than Python prints
         with boundary(f"arguments of {name}()", DataError):
-            return Case("call", {**asked, "encoded": encode(arguments)}, expected)
-    return Case("call", {**asked, "arguments": arguments}, expected)
+            return Case("call", {**task, "encoded": encode(arguments)}, expected)
+    return Case("call", {**task, "arguments": arguments}, expected)
 
 
 def _possible_values(text: str) -> list[Any]:

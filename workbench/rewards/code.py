@@ -186,8 +186,8 @@ class Code:
             results = [dict(zip(lacking, again, strict=True)).get(number, one) for number, one in enumerate(results)]
             return [self._printed(case, result) for case, result in zip(cases, results, strict=True)]
         if kind == "script":
-            found = [await self._scripted(program, case) for case in cases]
-            return [one for outcomes in found for one in outcomes][: self.max_cases]
+            tests = [await self._scripted(program, case) for case in cases]
+            return [one for outcomes in tests for one in outcomes][: self.max_cases]
         results = await self._run([self._harness(case.given, program) for case in cases])
         if kind == "call":
             return [_outcome_of_call(result, case.expected) for case, result in zip(cases, results, strict=True)]
@@ -209,9 +209,9 @@ class Code:
         files = {f"returned{number}.json": _result_file(result) or b"" for number, result in enumerate(results)}
         task = {"role": "verdicts", "assertions": [case.expected for case in cases]}
         (judged,) = await self._run([self._harness(task, files=files)])
-        found = _from_harness(judged, "verdicts")
-        if found is not None and len(found) == len(cases):
-            return [_outcome(one, right, why, got) for one, (right, why, got) in zip(results, found, strict=True)]
+        verdicts = _from_harness(judged, "verdicts")
+        if verdicts is not None and len(verdicts) == len(cases):
+            return [_outcome(one, right, why, got) for one, (right, why, got) in zip(results, verdicts, strict=True)]
         if len(cases) == 1 or judged.status == "SandboxError":
             return [_failed_outcome(judged, _JUDGING)] * len(cases)
         alone = [self._verdicts([case], [result]) for case, result in zip(cases, results, strict=True)]
@@ -240,8 +240,8 @@ class Code:
                 expected = len(verdicts)
             elif not more:
                 return [_outcome(answers, *one, None) for one in _counted(verdicts, ended, expected)]
-            asked = {"role": "values", "setup": case.given["setup"]}
-            (answers,) = await self._run([self._harness(asked, program, {"calls.json": calls})])
+            task = {"role": "values", "setup": case.given["setup"]}
+            (answers,) = await self._run([self._harness(task, program, {"calls.json": calls})])
             returned = _result_file(answers)
             if returned is None:
                 return [_failed_outcome(answers)] * max(expected, 1)

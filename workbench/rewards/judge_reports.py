@@ -92,8 +92,8 @@ class JudgeReport(Shown):
 
     def _means(self, value: Callable[[Vote], float | None], of: Sequence[Vote] | None = None) -> dict[Hashable, float]:
         """Average a value over the verdicts of each item: item number → mean. None and NaN are left out."""
-        found = ((one.item, value(one)) for one in (self.asked if of is None else of))
-        return stats.item_means((item, number) for item, number in found if number is not None and number == number)
+        pairs = ((one.item, value(one)) for one in (self.asked if of is None else of))
+        return stats.item_means((item, number) for item, number in pairs if number is not None and number == number)
 
     @cached_property
     def constant(self) -> tuple[str, dict[Hashable, float]]:
@@ -390,8 +390,8 @@ class JudgeReport(Shown):
         values = {name: one.value for name, one in self.categories.items()}
         if set(values) <= set(stats.SECOND) and len(values) > 1:
             return {"score": stats.mean(list(values.values()))}
-        found = stats.sections(values)
-        return {**found, "score": stats.mean(list(found.values()))} if found else {}
+        scores = stats.sections(values)
+        return {**scores, "score": stats.mean(list(scores.values()))} if scores else {}
 
     def to_pandas(self) -> pd.DataFrame:
         """Make a table with one row per item.

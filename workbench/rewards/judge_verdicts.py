@@ -233,21 +233,21 @@ def _reply(item: int, order: tuple[int, ...], seed: int, verdict: Any, scores: S
 
 
 def _fields(score: Score) -> Mapping[str, Any]:
-    found = score.extra.get("verdict")
-    return found if isinstance(found, Mapping) else {}
+    verdict = score.extra.get("verdict")
+    return verdict if isinstance(verdict, Mapping) else {}
 
 
 def _grade(score: Score, label: str) -> float:
     """Return the grade in a verdict: the number in its field `label`, else in `score`, else the score's value."""
     fields = _fields(score)
-    found = fields.get(label, fields.get("score"))
-    return float(found) if isinstance(found, int | float) else score.value
+    grade = fields.get(label, fields.get("score"))
+    return float(grade) if isinstance(grade, int | float) else score.value
 
 
 def _stated(score: Score) -> float:
     values = map(_fields(score).get, ("confidence", "probability"))
-    found = next((value for value in values if value is not None), None)
-    return float(found) if isinstance(found, int | float) and 0 <= found <= 1 else math.nan
+    confidence = next((value for value in values if value is not None), None)
+    return float(confidence) if isinstance(confidence, int | float) and 0 <= confidence <= 1 else math.nan
 
 
 def bounds(reward: BaseReward) -> tuple[float, float] | None:

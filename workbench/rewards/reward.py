@@ -399,8 +399,8 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
 def _made_by(function: Any) -> Any:
     """The kind of reward that a function (`math_verify`) or class (`Judge`, `code`) makes; None for what scores."""
     if inspect.isfunction(function):
-        made = function.__annotations__.get("return")
-        function = function.__globals__.get(made) if isinstance(made, str) else made
+        kind_name = function.__annotations__.get("return")
+        function = function.__globals__.get(kind_name) if isinstance(kind_name, str) else kind_name
     kind = function if isinstance(function, type) else object
     scores = issubclass(kind, BaseReward) or any("__call__" in vars(one) for one in kind.__mro__)
     return kind if scores else None

@@ -141,8 +141,8 @@ def load_function(
     dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
     package = _package(file, dots, allowed_roots(roots))
     if name in functions and functions[name].args.kwarg is None:
-        own = functions[name].args
-        taken = [arg.arg for arg in (*own.args, *own.kwonlyargs)]
+        arguments = functions[name].args
+        taken = [arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)]
         if strange := next((one for one in reward_kwargs if one not in taken), None):
             raise DataError(f"{str(path)!r}: " + unknown(f"argument of {name}", strange, taken))
     signature = _signature(functions.get(name), reward_kwargs)
@@ -223,9 +223,9 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, bound: Mappi
         (kinds.KEYWORD_ONLY, args.kwonlyargs),
         (kinds.VAR_KEYWORD, [args.kwarg]),
     ]
-    found = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in bound]
-    found = [one.replace(default=optional[one.name]) if one.name in optional else one for one in found]
-    return inspect.Signature(found, __validate_parameters__=False)
+    parameters = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in bound]
+    parameters = [one.replace(default=optional[one.name]) if one.name in optional else one for one in parameters]
+    return inspect.Signature(parameters, __validate_parameters__=False)
 
 
 _POLL = 0.02

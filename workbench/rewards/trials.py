@@ -78,9 +78,9 @@ class DryRun(Shown):
 
         shown = {"prompt": "prompt_text", "response": "response", "truth": "ground_truth"}
         columns: dict[str, Any] = {name: [row[key] for row in self.rows] for name, key in shown.items()}
-        for name, found in self.judged.items():
-            facts = [one.score.to_json() for one in found]
-            columns[name] = [one.score.value if one.score.scored else float("nan") for one in found]
+        for name, judged in self.judged.items():
+            facts = [one.score.to_json() for one in judged]
+            columns[name] = [one.score.value if one.score.scored else float("nan") for one in judged]
             columns |= {f"{name}/{key}": [one[key] for one in facts] for key in ("answer", "status", "why", "seconds")}
         return pd.DataFrame(columns)
 
@@ -91,8 +91,8 @@ class DryRun(Shown):
         import pandas as pd
 
         lines = {}
-        for name, found in self.judged.items():
-            scores = [one.score for one in found]
+        for name, judged in self.judged.items():
+            scores = [one.score for one in judged]
             values = [score.value for score in scores if score.scored]
             lines[name] = {
                 "mean": sum(values) / len(values) if values else float("nan"),

@@ -86,8 +86,8 @@ def fetch(box: Path, name: str) -> bytes | None:
     except OSError:
         return None
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FETCHED:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_FETCHED:
             return None
         with open(file, "rb", closefd=False) as reader:
             return reader.read(MAX_FETCHED)

@@ -176,8 +176,8 @@ class ContainerWorkspace:
             return None
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             first = archive.next()
-            found = archive.extractfile(first) if first and first.isfile() else None
-            return found.read() if found else None
+            content = archive.extractfile(first) if first and first.isfile() else None
+            return content.read() if content else None
 
     async def snapshot(self) -> ContainerSnapshot:
         """Save the container's file system as an image."""

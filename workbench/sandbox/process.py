@@ -243,9 +243,9 @@ def _deleted(tree: Sequence[int], box: Path) -> int:
                     sizes[int(line.split()[4])] = FILE_MB << 20
             for opened in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    found = opened.stat()
-                    if found.st_dev == device and found.st_nlink == 0:
-                        sizes[found.st_ino] = found.st_blocks * 512
+                    facts = opened.stat()
+                    if facts.st_dev == device and facts.st_nlink == 0:
+                        sizes[facts.st_ino] = facts.st_blocks * 512
     return sum(sizes.values())
 
 
@@ -259,8 +259,8 @@ def too_big(box: Path, limit: int, entries: int = 0) -> bool:
     while waiting:
         folder = waiting.pop()
         try:
-            with os.scandir(folder) as found:
-                for entry in found:
+            with os.scandir(folder) as listed:
+                for entry in listed:
                     entries += 1
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)

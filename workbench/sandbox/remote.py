@@ -115,8 +115,8 @@ def missing_tool(result: Result, language: str) -> str:
     phase = result.compile if result.run is None else result.run
     if phase is None or phase.return_code != 127 or phase.stdout:
         return ""
-    found = _NOT_FOUND.fullmatch(phase.stderr.strip())
-    name = found[1].rsplit("/", 1)[-1] if found else ""
+    match = _NOT_FOUND.fullmatch(phase.stderr.strip())
+    name = match[1].rsplit("/", 1)[-1] if match else ""
     return name if result.run is None or name in INTERPRETERS.get(language, ()) else ""
 
 

@@ -116,9 +116,9 @@ def _faults(place: str, value: Any, schema: Any) -> Iterator[str]:
     schema = schema if isinstance(schema, Mapping) else {}
     kinds = _as_list(schema.get("type"))
     if schema.get("anyOf"):
-        found = [next(_faults(place, value, choice), None) for choice in schema["anyOf"]]
-        if found[0] and None not in found:
-            yield found[0]
+        faults = [next(_faults(place, value, choice), None) for choice in schema["anyOf"]]
+        if faults[0] and None not in faults:
+            yield faults[0]
     elif "enum" in schema and (type(value), value) not in [(type(one), one) for one in schema["enum"]]:
         yield f"{place} must be one of {', '.join(map(repr, schema['enum']))}, not {describe(value)}"
     elif isinstance(value, float) and not math.isfinite(value):
@@ -438,7 +438,7 @@ def _documented(text: str) -> tuple[str, dict[str, str]]:
     described: dict[str, str] = {}
     for title, body in zip(sections[1::2], sections[2::2], strict=True):
         for entry in re.split(r"\n(?=\S)", inspect.cleandoc(body)):
-            found = _ENTRY.match(entry)
-            if found and title in ("Args", "Arguments", "Parameters"):
-                described[found[1]] = " ".join(found[2].split())
+            parameter = _ENTRY.match(entry)
+            if parameter and title in ("Args", "Arguments", "Parameters"):
+                described[parameter[1]] = " ".join(parameter[2].split())
     return " ".join(sections[0].split()), described

@@ -184,8 +184,8 @@ def _read(part: Any) -> str | dict[str, Any]:
     if part.type == "image":
         return {"data": part.data, "mime_type": part.mime_type}
     if part.type == "resource_link":
-        told = f": {part.description}" if part.description else ""
-        return f"[resource {part.name}, {part.uri}, {part.mime_type or 'of unknown type'}{told}]"
+        description = f": {part.description}" if part.description else ""
+        return f"[resource {part.name}, {part.uri}, {part.mime_type or 'of unknown type'}{description}]"
     if part.type == "resource":
         held, kind = part.resource, part.resource.mime_type or "of unknown type"
         if isinstance(text := getattr(held, "text", None), str):
@@ -280,6 +280,6 @@ def _first_error(error: Exception) -> Exception:
 
 def _parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Complete a server's schema with the keys that `check_arguments` and chat templates read."""
-    found = schema.get("properties") or {}
-    properties = {key: value if isinstance(value, Mapping) else {} for key, value in found.items()}
+    listed = schema.get("properties") or {}
+    properties = {key: value if isinstance(value, Mapping) else {} for key, value in listed.items()}
     return {**schema, "type": "object", "properties": properties, "required": list(schema.get("required") or ())}

@@ -188,9 +188,9 @@ class Corpus:
         """Return the `topk` best documents that share a word with the query, as (BM25 score, document), best first."""
         scores: dict[int, float] = {}
         for word in _WORD.findall(query.lower()):
-            found = self._postings.get(word, ())
-            rarity = math.log(1 + (len(self) - len(found) + 0.5) / (len(found) + 0.5))
-            for number, times in found:
+            postings = self._postings.get(word, ())
+            rarity = math.log(1 + (len(self) - len(postings) + 0.5) / (len(postings) + 0.5))
+            for number, times in postings:
                 gain = rarity * times * (K1 + 1) / (times + self._norms[number])
                 scores[number] = scores.get(number, 0.0) + gain
         chosen = heapq.nsmallest(topk, scores.items(), key=lambda item: (-item[1], item[0]))
@@ -242,9 +242,9 @@ class Search(BaseTool):
         return answered(text, None, found=[len(documents) for documents in found])
 
 
-def _results_text(found: Sequence[tuple[float, str]]) -> str:
+def _results_text(documents: Sequence[tuple[float, str]]) -> str:
     shown = []
-    for number, (_, text) in enumerate(found, 1):
+    for number, (_, text) in enumerate(documents, 1):
         title, _, rest = text.partition("\n")
         shown.append(f"Doc {number} (Title: {title})\n{rest}" if rest else f"Doc {number}: {title}")
     return "\n\n".join(shown) or "No document found."
@@ -481,8 +481,8 @@ class SubAgent(BaseTool):
         chat.append({"role": "user", "content": str(parameters.get("task", ""))})
         changes = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         row = {"raw_prompt": chat, "uid": parent.uid, "extra_info": {"tools_kwargs": kwargs}}
-        found = await self.loop.bound(child).run({**sampling, **changes}, **row)
-        several = tuple(map(child.with_log_probs, sequences(found, f"sub-agent {self.name!r}")))
+        result = await self.loop.bound(child).run({**sampling, **changes}, **row)
+        several = tuple(map(child.with_log_probs, sequences(result, f"sub-agent {self.name!r}")))
         mark = {SUB_AGENT: {"name": self.name, "turn": turn, "number": number}}
         several = (*child.others, *several)
         parent.others += [replace(one, extra={**one.extra, **mark}, policy=one.policy or policy) for one in several]
