@@ -120,17 +120,23 @@ class TurnTokens:
         text = self._tools_text if self._plain else self._render(self._chat(chat), generation=True)
         check_tools(self._tokenizer, self._tools, chat, text, self._switches)
 
-    def pictured_prompt(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[tuple[int, ...], Seen]:
+    def pictured_prompt(
+        self, messages: Sequence[Message], pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, ...], Seen | None]:
         """Encode a chat whose parts `{"type": "image"}` stand for `pictures`: (token ids, the model's inputs of the
-        pictures)."""
+        pictures, None without any)."""
+        if not pictures:
+            return self.prompt(messages), None
         ids, pixels = encode_pictures(self._processor, self._chat(messages), pictures, "a prompt", **self._switches)
         return tuple(ids), Seen(-1, len(pictures), pixels)
 
     def pictured_delta(
         self, messages: Sequence[Message], wrote: Sequence[int], pictures: Sequence[Picture]
-    ) -> tuple[tuple[int, ...], Seen]:
+    ) -> tuple[tuple[int, ...], Seen | None]:
         """Encode later messages, like `delta`, whose parts `{"type": "image"}` stand for `pictures`: (token ids, the
-        model's inputs of the pictures)."""
+        model's inputs of the pictures, None without any)."""
+        if not pictures:
+            return self.delta(messages, wrote), None
         images = [one.image(f"image {number} of a tool's answer") for number, one in enumerate(pictures)]
         processed: dict[str, Any] = {}
 

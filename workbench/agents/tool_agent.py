@@ -32,7 +32,6 @@ from workbench.agents.protocol import (
     AgentLoopOutput,
     FunctionCall,
     Interaction,
-    Seen,
     Sequences,
     Tool,
     ToolCall,
@@ -287,9 +286,7 @@ class ToolAgent(AgentLoopBase):
         self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], pictures: Sequence[Picture] = ()
     ) -> Transcript:
         """Begin a sequence: make the transcript whose prompt is this chat."""
-        prompt, seen = (
-            self.tokens.pictured_prompt(messages, pictures) if pictures else (self.tokens.prompt(messages), None)
-        )
+        prompt, seen = self.tokens.pictured_prompt(messages, pictures)
         limit = int(min(sampling["max_tokens"], self.episode.room(prompt)))
         return Transcript(prompt, limit, seen=[seen] if seen else [])
 
@@ -466,11 +463,7 @@ class ToolAgent(AgentLoopBase):
         transcript = episode.transcript
         last = transcript.turns[-1]
         wrote = transcript.ids[last.first : last.last + 1]
-        seen: Seen | None = None
-        if pictures:
-            ids, seen = self.tokens.pictured_delta(messages, wrote, pictures)
-        else:
-            ids = self.tokens.delta(messages, wrote)
+        ids, seen = self.tokens.pictured_delta(messages, wrote, pictures)
         if asking := self._history.is_full(len(transcript.context) + len(ids)):
             messages = self._history.asking(messages)
             ids = self.tokens.delta(messages, wrote)
