@@ -55,9 +55,10 @@ def test_a_comparison_begins_with_what_people_ask_for() -> None:
     assert lines[0] == (
         "Comparison: 2 of 2 rows changed (2 in reward), 2 advantages changed sign; 3 columns differ, 3 metrics differ"
     )
-    assert lines[1].split() == ["mean", "reward", "0.5", "→", "0.25"]
-    assert lines[2].split() == ["gradient", "norm", "2", "→", "2.5"]
-    assert any(line.startswith("  row 0    reward 1 → 0") and "sign flipped" in line for line in lines)
+    assert lines[1].split() == ["first", "second", "change"]
+    assert lines[2].split() == ["mean", "reward", "0.5", "0.25", "-0.25", "(-50.0%)"]
+    assert lines[3].split()[:4] == ["gradient", "norm", "2", "2.5"]
+    assert any(line.split()[0] == "0" and "1 → 0" in line and line.endswith("flipped") for line in lines)
     html = found._repr_html_()
     assert lint(html) == [] and "-0.25 (-50.0%)" in html and "worth 1.0" in html and "worth 0.0" in html
     assert html.count("<details>") == 3, "texts in full, columns, metrics: one screen, whatever number of rows"
@@ -78,7 +79,8 @@ def test_a_changed_row_is_a_line_with_prompt_verdicts_and_bars_and_flips_come_fi
     # 0.5 of 9 to the right of the middle on the first side, and to the left of it on the second
     assert "rgba(0,158,115,.75) 50% 53%" in html
     assert "rgba(213,94,0,.75) 47% 50%" in html
-    assert repr(found).splitlines()[1].endswith("sign flipped  a⏎b")
+    first = repr(found).splitlines()[2].split()
+    assert first[:2] == ["0", "a⏎b"] and first[-3:] == ["0.5", "-0.5", "flipped"]
 
 
 def test_a_comparison_of_many_rows_stays_small() -> None:

@@ -76,7 +76,7 @@ def test_a_comparison_shows_flips_first_and_escapes_texts() -> None:
     assert found.sign_flips == 2 and [row.row for row in found.rows] == [0, 2] and found.rows[0].flipped
     assert {change.name for change in found.columns} == {"advantages", "returns"}
     text, html = repr(found), found._repr_html_()
-    assert "2 advantages changed sign" in text and "1 → -1  sign flipped" in text and "sign flipped  <b>w</b>" in text
+    assert "2 advantages changed sign" in text and text.count("flipped") == 2 and "<b>w</b>" in text
     assert lint(html) == [] and "&lt;b&gt;w" in html and "<b>w</b>" not in html
     assert compare(traced(), traced())._repr_html_() == "<div>Nothing differs.</div>"
 

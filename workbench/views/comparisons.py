@@ -44,23 +44,21 @@ def comparison(diff: Comparison) -> doc.Part:
     """Build the display of a `Comparison` of two traces: main metrics, changed rows (sign flips first), what differs."""
     if diff.identical:
         return doc.Either("Comparison: nothing differs", "Nothing differs.")
-    main = {key: pair for key in WORDS if (pair := diff.metrics.get(key))}
-    text = [[WORDS[key], _sides(pair)] for key, pair in main.items()]
-    changes = [[WORDS[key], *map(doc.number, pair), _change(*pair)] for key, pair in main.items()]
+    main = {WORDS[key]: pair for key in WORDS if (pair := diff.metrics.get(key))}
+    changes = [[name, *map(doc.number, pair), _change(*pair)] for name, pair in main.items()]
     sides = zip(("first", "second"), diff.only, strict=True)
-    only = [f"only in the {side}: {', '.join(names)}" for side, names in sides if names]
+    only = [doc.line(f"only in the {side}: {', '.join(names)}") for side, names in sides if names]
     shown, reused = diff.rows[:_ROWS], _reused(diff)
-    left, said_rows = len(diff.rows) - len(shown), [_row_line(diff, row) for row in diff.rows[:8]]
+    left = len(diff.rows) - len(shown)
     return (
         doc.line(doc.bold(_title(diff))),
-        doc.Either(page=doc.small(reused)),
-        doc.Either(doc.Table([""] * 2, text), doc.Table(["", "first", "second", "change"], changes)),
-        doc.Either(said_rows, _changed(diff, shown)),
-        doc.Either(page=doc.small(f"and {left} more rows: .rows has them") if left else ()),
+        doc.line(doc.small(reused)) if reused else (),
+        doc.Table(["", "first", "second", "change"], changes),
+        _changed(diff, shown),
+        doc.line(doc.small(f"and {left} more rows: .rows has them")) if left else (),
         doc.Either(page=doc.Fold(_FULL, lambda: _full(diff, [row.row for row in shown]))) if shown else (),
-        [doc.Either(f"  {one}", one) for one in only],
+        only,
         _others(diff),
-        doc.Either([reused] if reused else ()),
     )
 
 
@@ -127,13 +125,6 @@ def _reused(diff: Comparison) -> str:
 def _change(a: float, b: float) -> str:
     share = (b - a) / abs(a) if a * b > 0 else 0.0  # across 0 it says nothing, and less than a thousandth is noise
     return f"{b - a:+.4g}" + (f" ({share:+.1%})" if abs(share) >= 0.001 else "")
-
-
-def _row_line(diff: Comparison, row: RowChange) -> str:
-    flip = "sign flipped" if row.flipped else ""
-    text = _one_line(object_at(diff.traces[0].batch, "response_text", row.row) or "", 40)
-    line = f"  row {row.row:<4} reward {_sides(row.reward):<10} advantage {_sides(row.advantage)}  {flip}"
-    return f"{line}{'  ' * bool(flip and text)}{text}".rstrip()
 
 
 def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:

@@ -154,14 +154,20 @@ class TranscriptView(doc.View):
             folds += [doc.Fold(f"{name}: {doc.counted(len(places), 'token')}", self._tokens(places))] if places else []
         body: list[doc.Part] = [
             doc.Fold(f"reasoning: {doc.counted(len(thought), 'token')}", self._tokens(thought)) if thought else (),
-            (self._text(turn.text) if self.rendered or not inside else self._tokens(words))
-            if words or not inside
-            else (),
+            self._words(turn, words),
             [_call(call) for call in turn.calls],
             [doc.line(doc.faint(note)) for one in (place, *answers) for note in self._notes(one)],
             doc.Span([doc.small(one) for one in folds], _FOLDS, "div") if folds else (),
         ]
         return _block(_EDGES.get(turn.role, _OTHER), (title, " ", score), body)
+
+    def _words(self, turn: Turn, places: range) -> doc.Part:
+        """Show a turn's own words: its tokens, or with `rendered` their text; the whole text of a turn that has no tokens."""
+        if turn.last < turn.first or (not (turn.calls or REASONED in turn.text) and self.rendered):
+            return self._text(turn.text)
+        if self.rendered:
+            return self._text("".join(self._row.texts[place] for place in places))
+        return self._tokens(places) if places else ()
 
     def _all(self, place: int) -> range:
         return range(self.turns[place].first, min(self.turns[place].last + 1, self._row.length))
