@@ -106,7 +106,11 @@ class TranscriptView(doc.View):
         """Show a message of the prompt; of a system message the beginning until it is unfolded."""
         text, role = text_of(message["content"]), str(message["role"])
         if role == "system":
-            return _block(_OTHER, "", doc.Fold(f"system · {_size(text)}: {doc.one_line(text, 60)}", self._text(text)))
+            return _block(
+                _OTHER,
+                "",
+                doc.Fold(f"system · {_size(text)}: {doc.one_line(' '.join(text.split()), 60)}", self._text(text)),
+            )
         return _block(_EDGES.get(role, _OTHER), (doc.bold(role), doc.faint(" · prompt")), self._text(text))
 
     def _pages(self) -> list[doc.Part]:
@@ -287,7 +291,7 @@ def _call(call: ToolCall) -> doc.Part:
     notes = [doc.line(doc.faint(one), style=_INSIDE) for one in (call.why, call.cut) if one]
     result: doc.Part = doc.block(call.result)
     if len(call.result) > _LONG:
-        result = doc.Fold(f"{doc.one_line(call.result, 80)} ({_size(call.result)})", result)
+        result = doc.Fold(f"{doc.one_line(' '.join(call.result.split()), 80)} ({_size(call.result)})", result)
     return doc.line(
         head, doc.line(result, style=_INSIDE) if call.result else (), notes, style=_CALL + _WRONG * (not good)
     )
