@@ -173,9 +173,8 @@ def _unmeasured(config: str, settings: LocalSettings, tokens: int, kind: str) ->
     weights, casts = _held(model, settings.base_dtype, width)
     text, head = model.config.get_text_config(), model.get_output_embeddings().weight
     parts, trained = learning_estimate(model, plain, tokens), model.get_input_embeddings().weight.requires_grad
-    # autocast keeps what it has cast, and once more where it casts again; of frozen matrices the backward pass keeps it
-    kept = casts * (2 if again else 1) if trained or not again else 0
-    kept += head.numel() * _HEAD[width, trained]
+    # autocast keeps what it has cast, or of frozen matrices the backward pass does, unless layers are computed again
+    kept = casts * (not again) + head.numel() * _HEAD[width, trained]
     stream = width * text.hidden_size * text.num_hidden_layers * tokens
     if width == 2 and trained and not again:  # norms and the residual stream stay in float32
         kept += 6 * stream
@@ -195,10 +194,12 @@ def _held(model: Any, base: str, width: int) -> tuple[int, int]:
     weights = sum(one.nbytes for one in model.parameters())
     wide = sum(one.numel() for one in matrices if one.dtype == torch.float32)
     if base in PACKED:
-        packed = sum(one.numel() for one in matrices if not one.requires_grad)
-        own = 0 if head is rows else head.numel()  # a head of its own is kept as passes are
+        frozen = [one for one in matrices if not one.requires_grad]
+        packed = sum(one.numel() for one in frozen if one.dim() == 2)
+        experts = sum(one.numel() for one in frozen) - packed  # kept as passes are, as a head of its own is
+        own = experts + (0 if head is rows else head.numel())
         weights += packed * PACKED[base] // 16 - packed * 4 - own * (4 - width)
-        wide -= packed
+        wide -= packed + experts
     return weights, (4 - width) * wide
 
 

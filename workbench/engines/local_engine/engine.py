@@ -525,7 +525,9 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         scoring.check_ids(self._model, batch)
         packed, optimizer = self._packs(batch), self._ready()
         try:
-            with learning_mode(self._model, packed), self._autocast():
+            # autocast's casts, and their gradients, stay until a mini-batch ends; a layer that is computed again casts again
+            kept = not self._settings.gradient_checkpointing
+            with learning_mode(self._model, packed), self._autocast(kept):
                 compare = getattr(loss, "compare", None)
                 found, device = self._outputs(loss.want, temperature, packed, compare), self._model.device
                 made = lambda rows: loss(found(rows), rows.to(device), loss_counts)  # noqa: E731
@@ -863,10 +865,10 @@ class LocalEngine(ModelEngine, Pushing, Generates):
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
         return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed, compare=compare)
 
-    def _autocast(self) -> Any:
+    def _autocast(self, kept: bool = True) -> Any:
         device = self._model.device.type
         kind = getattr(torch, self._settings.precision(device))
-        return torch.autocast(device, dtype=kind, enabled=kind != torch.float32)
+        return torch.autocast(device, dtype=kind, enabled=kind != torch.float32, cache_enabled=kept)
 
 
 class BasePolicy(Generates):
