@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from support.patience import LONG, within
 
 from workbench import DataProto
 from workbench.base.errors import BatchError, EngineError, SettingError
-from workbench.cluster import discovery, plan, ray_internals, scatter, session
+from workbench.cluster import discovery, plan, ray_internals, scatter, session, status
 from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Node
 from workbench.cluster.ranks import Environment, tail
@@ -498,6 +499,16 @@ def test_a_status_shows_foreign_names_as_text() -> None:
     page = shown._repr_html_()
     assert "<img" not in page and not lint(page) and "\x1b" not in repr(shown)
     assert "does not answer" in repr(shown) and "0.25 GiB of 1.00 GiB" in repr(shown)
+
+
+def test_a_status_of_a_cluster_with_gpus_says_what_no_gpu_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster: Any = SimpleNamespace(title="here", pools={}, groups=[], notes=[])
+    for gpus, expected in ((0, ()), (1, (status.unproven(),))):
+        monkeypatch.setattr(status, "nodes", lambda gpus=gpus: [node("a", 4, gpus)])
+        shown = status.look(cluster, {}, list)
+        assert shown.notes == expected and all(one in repr(shown) for one in expected)
+    guide = Path("docs/guide/gpu.md").read_text(encoding="utf-8")
+    assert all(f"| {one} |" in guide for one in status.UNPROVEN)
 
 
 def test_the_tail_of_logs(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from support import warm_starts
 import workbench as wb
 from workbench import cli
 from workbench.base.errors import EngineError, SandboxError, SettingError
+from workbench.cluster.status import unproven
 from workbench.jobs import cards, machine
 from workbench.jobs import doctor as doctors
 from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, CheckResult, clean
@@ -102,7 +103,7 @@ def test_what_a_card_has_not_is_a_fact_and_the_estimate_says_what_fits(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(name="card", **sizes))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number=0: (int(memory * GIB), int(memory * GIB)))
     found = cards.models()
-    assert found.state == OK and not found.do and fits in found.found
+    assert found.state == OK and found.do == unproven() and fits in found.found
     assert ("; float16" in found.found) == (lacks != []) and all(one in found.found for one in lacks)
     assert machine.devices().state == OK, "nor is the device wrong"
     assert not lacks or "8B with a 4-bit base" in found.found

@@ -22,6 +22,27 @@ from workbench.engines.paired import Paired
 ANSWER_SECONDS = 1.0
 """Seconds that a status waits for the answers of all workers together."""
 MUTE = "does not answer"
+UNPROVEN = {
+    "float16, int8 and nf4 in a GPU's kernels": "decodes",
+    "flash_attention_2": "flash",
+    "the time and peak of long responses": "groups",
+    "sampling with adapters": "adapters",
+    "vLLM with a generator for each row": "bandwidth",
+    "a pair that shares a GPU for ten cycles": "shared",
+    "weights pushed by CUDA IPC": "push",
+    "an out-of-memory that is survived": "out_of_memory",
+    "torch 2.11": "",
+    "NCCL between two GPUs": "",
+    "CUDA graphs and compiled decoding, which are not built": "",
+}
+"""What no GPU has run yet → the check of `tests/benchmarks/gpu_first_day.py` that shows it, "" where none does."""
+
+
+def unproven() -> str:
+    """Say what no GPU has run yet, and what to run."""
+    return (
+        f"no GPU has run yet: {', '.join(UNPROVEN)}; tests/benchmarks/gpu_first_day.py tries most of it in ten minutes"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,8 @@ def look(cluster: Session, unanswered: dict[Any, Any], again: Callable[[], Clust
             behind = max(len(out_now) - 1, 0) if answer["doing"] else 0
             state = answer["doing"] or "idle"
             workers.append(WorkerLine(*who, answer["resident"], state, behind, answer["gpu"], answer["seconds"]))
-    tables = tuple(machines), tuple(pools), tuple(workers), (*cluster.notes, *_pushes(cluster)), tuple(calls)
+    untried = [unproven()] if any(node.gpus for node in machines) else []
+    tables = tuple(machines), tuple(pools), tuple(workers), (*cluster.notes, *_pushes(cluster), *untried), tuple(calls)
     return ClusterStatus(cluster.title, *tables, time.time(), again)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from workbench.base.memory import gib
 from workbench.cluster.fitting import fits
+from workbench.cluster.status import unproven
 from workbench.jobs.machine import OK, SKIPPED, CheckResult, half_of
 
 TOKENS = 1024
@@ -75,7 +76,7 @@ def facts(card: Any) -> Iterator[str]:
 
 
 def models() -> CheckResult:
-    """Say for each GPU what it has not, and the largest models that fit by the estimate of `cluster.fits`."""
+    """Say for each GPU what it has not, the largest models that fit by the estimate of `cluster.fits`, and what no GPU has run."""
     if not torch.cuda.is_available():
         return CheckResult(
             SKIPPED, "no GPU: `wb.cluster.fits(model, tokens=…, gpus=1, memory=…)` asks for one that is not here"
@@ -84,4 +85,4 @@ def models() -> CheckResult:
     for number in range(torch.cuda.device_count()):
         card, memory = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)[1]
         found.append(f"{card.name}, {'; '.join([gib(memory), *facts(card)])}: {largest(memory)}")
-    return CheckResult(OK, f"{'; '.join(dict.fromkeys(found))} (sequences of {TOKENS:,} tokens, estimated)")
+    return CheckResult(OK, f"{'; '.join(dict.fromkeys(found))} (sequences of {TOKENS:,} tokens, estimated)", unproven())
