@@ -1,7 +1,8 @@
 """What a first day on a GPU must show, in ten minutes: `PYTHONPATH=. python tests/benchmarks/gpu_first_day.py`.
 
-torch and transformers are enough; what needs more (peft, flash-attn, vLLM, papermill and GSM8K) says that it was left out. Each check
-prints its lines as they come, and whether it holds; one that fails does not stop the others.
+torch and transformers are enough; what needs more (peft, flash-attn, vLLM, papermill and GSM8K) says that it was left out. Checks run
+in a child process, each with a deadline of its own: one that fails, hangs or ends the process does not stop the others, which go on in a
+new one. Lines come as they are made, and go to `--log` (default `$OUT/first_day.txt` where OUT is set), so that none is lost.
 
 `--device cpu --shape tiny` is the rehearsal, in a minute: the same code on the CPU, so that the card alone is unproven.
 """
@@ -11,12 +12,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import queue
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -417,12 +422,16 @@ def push(day: Day) -> Iterator[str]:
 def gsm8k(day: Day) -> Iterator[str]:
     """`make gsm8k` for twenty steps, where a model, the data and papermill are there."""
     lacks = [name for name in ("papermill", "pyarrow") if find_spec(name) is None]
+    here = Path(sys.executable).parent
+    lacks += [] if (here / "workbench").is_file() else ["workbench itself (pip install --no-deps -e .)"]
     if not day.gsm8k or lacks:
         yield f"left out: give --gsm8k MODEL DATA{f', and install {chr(44).join(lacks)}' if lacks else ''}"
         return
     model, data = day.gsm8k
     few = "-p steps=20 -p num_eval_rows=64 -p test_freq=20"
-    ended = subprocess.run(["make", "gsm8k", f"MODEL={model}", f"DATA={data}", f"ARGS={few}"], check=False)
+    # with this interpreter: the environment that make would build has another torch
+    asked = [f"MODEL={model}", f"DATA={data}", f"ARGS={few}", "READY=", f"BIN={here}"]
+    ended = subprocess.run(["make", "gsm8k", *asked], check=False)
     assert ended.returncode == 0, f"make gsm8k ended with {ended.returncode}"
 
 
@@ -431,6 +440,10 @@ CHECKS: dict[str, Callable[[Day], Iterator[str]]] = {
     for one in (learns, decodes, groups, out_of_memory, adapters, bandwidth, shared, push, flash, gsm8k)
 }
 """Name → check, in the order in which they matter."""
+DEADLINES = {"groups": 150.0, "bandwidth": 180.0, "shared": 180.0, "gsm8k": 400.0}
+"""Seconds after which a check counts as hanging; of the others `DEADLINE`."""
+DEADLINE, START = 90.0, 120.0
+"""START is for imports, and for what a process does between two checks."""
 
 
 def rehearsal(folder: Path) -> Day:
@@ -438,14 +451,12 @@ def rehearsal(folder: Path) -> Day:
     return Day(folder, "tiny", "cpu", prompt=24, longest=(64, 256), rows=16, budget=512)
 
 
-def carried_out(day: Day, names: Sequence[str], seconds: float) -> dict[str, str]:
-    """Name → `holds`, `FAILED` or `left out` of each check; none begins after `seconds`."""
-    ended, start = dict[str, str](), time.monotonic()
+def carried_out(day: Day, names: Sequence[str]) -> dict[str, str]:
+    """Run checks in this process; name → `holds`, `FAILED` or `left out`. On a GPU none follows one that failed: an error of
+    CUDA stays in its process."""
+    ended = dict[str, str]()
     for name in names:
-        if time.monotonic() - start > seconds:
-            ended[name] = "left out: no time"
-            continue
-        began = time.monotonic()
+        print(f"begin {name}", flush=True)
         try:
             lines = []
             for line in CHECKS[name](day):
@@ -455,9 +466,67 @@ def carried_out(day: Day, names: Sequence[str], seconds: float) -> dict[str, str
         except Exception:  # noqa: BLE001 - the other checks go on
             traceback.print_exc()
             ended[name] = "FAILED"
+        print(f"end {name} {ended[name]}", flush=True)
+        if day.on_gpu and ended[name] == "FAILED":
+            break
         gpu._forget(day.device)
-        print(f"{name} {ended[name]} ({time.monotonic() - began:.0f} s)", flush=True)
     return ended
+
+
+def watched(
+    command: Sequence[str], names: Sequence[str], seconds: float, say: Callable[[str], object]
+) -> dict[str, str]:
+    """Run `command --only NAME …` until each check has ended, in new processes after one that ended or hung. No check begins after
+    `seconds`, and none is waited for a minute longer."""
+    ended, close = dict[str, str](), time.monotonic() + seconds
+    while left := [name for name in names if name not in ended]:
+        if time.monotonic() > close:
+            return ended | dict.fromkeys(left, "left out: no time")
+        child = subprocess.Popen(
+            [*command, "--only", *left],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=lambda child=child, lines=lines: passed_on(child.stdout, lines), daemon=True).start()
+        running, how, began = "", "", time.monotonic()
+        until = began + START
+        while not how:
+            try:
+                line = lines.get(timeout=max(min(until, close + 60) - time.monotonic(), 0.01))
+            except queue.Empty:
+                how = f"FAILED: no end after {time.monotonic() - began:.0f} s"
+                continue
+            if not line:
+                how = f"FAILED: its process ended ({child.wait()})"
+            elif line.startswith("begin "):
+                running, began = line.split()[1], time.monotonic()
+                until = began + DEADLINES.get(running, DEADLINE)
+                how = "left out: no time" if began > close else ""
+            elif line.startswith("end ") and line.split()[1] == running:
+                ended[running] = " ".join(line.split()[2:])
+                say(f"{running} {ended[running]} ({time.monotonic() - began:.0f} s)")
+                running, until = "", time.monotonic() + START
+                how = "" if left[-1] not in ended else "done"
+            else:
+                say(line.rstrip())
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        stuck = running or next((name for name in left[:1] if name not in ended), "")
+        if stuck:
+            ended[stuck] = how
+            say(f"{stuck} {how}")
+    return ended
+
+
+def passed_on(source: Any, lines: queue.SimpleQueue[str]) -> None:
+    """Put the lines of a process into a queue, and "" after the last."""
+    for line in source:
+        lines.put(line)
+    lines.put("")
 
 
 def main() -> int:
@@ -469,20 +538,34 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=tuple(CHECKS), default=tuple(CHECKS))
     parser.add_argument("--seconds", type=float, default=540, help="after which no further check begins")
     parser.add_argument("--gsm8k", nargs=2, default=(), metavar=("MODEL", "DATA"))
+    parser.add_argument("--log", type=Path, default=None, help="a file for all lines")
+    parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)  # of a child: the model
     given = parser.parse_args()
     if given.device == "cuda" and not there:
         parser.exit(2, "no CUDA device is here; --device cpu --shape tiny rehearses on the CPU\n")
     os.chdir(Path(__file__).parents[2])
-    print(
-        f"{gpu.machine(given.device)}, transformers {wb.base.distribution.version_of('transformers')}; {given.shape} shape"
-    )
-    with tempfile.TemporaryDirectory() as home:
-        folder = make_shaped_model(Path(home) / "model", given.shape)
-        tiny = given.device == "cpu" or given.shape == "tiny"
+    tiny = given.device == "cpu" or given.shape == "tiny"
+    if given.folder is not None:
+        folder = given.folder
         day = rehearsal(folder) if tiny else Day(folder, given.shape, given.device, gsm8k=tuple(given.gsm8k))
-        ended = carried_out(day, given.only, given.seconds)
-    print(", ".join(f"{name} {how}" for name, how in ended.items()))
-    return int("FAILED" in ended.values())
+        return int("FAILED" in carried_out(day, given.only).values())
+    log = given.log or (Path(os.environ["OUT"]) / "first_day.txt" if os.environ.get("OUT") else None)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if log is not None:
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+    version = wb.base.distribution.version_of("transformers")
+    say(f"{gpu.machine(given.device)}, transformers {version}; {given.shape} shape")
+    with tempfile.TemporaryDirectory() as home:
+        folder = make_shaped_model(Path(home) / "model", "tiny" if tiny else given.shape)
+        command = [sys.executable, __file__, "--device", given.device, "--shape", given.shape, "--folder", str(folder)]
+        command += ["--gsm8k", *given.gsm8k] if given.gsm8k else []
+        ended = watched(command, given.only, given.seconds, say)
+    say(", ".join(f"{name} {how}" for name, how in ended.items()))
+    return int(any(how.startswith("FAILED") for how in ended.values()))
 
 
 if __name__ == "__main__":

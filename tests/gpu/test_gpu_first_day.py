@@ -41,8 +41,25 @@ def test_a_check_runs_on_a_cpu_with_a_tiny_model(name: str, tmp_path: Path) -> N
 def test_the_whole_day_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     module = first_day()
     day = module.rehearsal(make_shaped_model(tmp_path / "model", "tiny"))
-    ended = module.carried_out(day, CHECKS, 600.0)
+    ended = module.carried_out(day, CHECKS)
     assert "FAILED" not in ended.values(), ended
+
+
+def test_a_check_that_hangs_or_ends_its_process_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, lines = first_day(), list[str]()
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "for name in sys.argv[2:]:\n"
+        "    print('begin', name, flush=True)\n"
+        "    time.sleep(60) if name == 'decodes' else os._exit(3) if name == 'groups' else print('fact', flush=True)\n"
+        "    print('end', name, 'holds', flush=True)\n"
+    )
+    monkeypatch.setattr(module, "DEADLINE", 1.0)
+    ended = module.watched([sys.executable, str(script)], CHECKS[:5], 60.0, lines.append)
+    assert [how.split(":")[0] for how in ended.values()] == ["holds", "FAILED", "FAILED", "holds", "holds"]
+    assert "(3)" in ended["groups"] and lines.count("fact") == 3
+    assert set(module.watched(["false"], CHECKS[:2], -1.0, lines.append).values()) == {"left out: no time"}
 
 
 @on_gpu
