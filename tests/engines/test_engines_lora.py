@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import EngineError, SettingError
+from workbench.engines.local_engine import loading
 from workbench.rewards import Reward
 from workbench.testing.engines import LikelihoodLoss
 
@@ -150,3 +152,19 @@ def test_a_base_is_halved_before_it_goes_to_its_device(
     monkeypatch.setattr(torch.nn.Module, "to", moved)
     wb.engines.local(tiny, device="cpu", lora_rank=4, base_dtype=base_dtype, self_check=False)
     assert kinds and all(one == {getattr(torch, base_dtype)} for one in kinds)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "float16"])
+def test_the_base_of_a_folder_of_adapters_is_never_in_float32(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base_dtype: str
+) -> None:
+    opened = partial(wb.engines.local, device="cpu", base_dtype=base_dtype, self_check=False)
+    opened(tiny, lora_rank=4).save(tmp_path / "adapters")
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_streamed", lambda *given: None)
+        expected = opened(tmp_path / "adapters")._model.state_dict()
+    monkeypatch.setattr(loading, "pretrained", None)  # reads a whole model
+    found = opened(tmp_path / "adapters")._model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        assert one.dtype == expected[name].dtype and torch.equal(one, expected[name]), name

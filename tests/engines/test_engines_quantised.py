@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, EngineError, SettingError
 from workbench.engines import FsdpSettings, LocalSettings, local
 from workbench.engines.local_engine import learning, loading, lora, quantised
 from workbench.engines.local_engine.learning import Optimizer
+from workbench.engines.rehearsal import unmeasured
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
@@ -102,7 +104,7 @@ def test_what_an_engine_does_with_it(kind: str, folder: Path, tmp_path: Path, mo
         one.nbytes for one in plain._model.parameters()
     )
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "_coded", lambda *given: None)  # the whole model first
+        patch.setattr(loading, "_streamed", lambda *given: None)  # the whole model first
         state = local(folder, **settings)._model.state_dict()
     assert all(torch.equal(one, state[name]) for name, one in engine._model.state_dict().items())
     assert str(quantised.parameters(plain._model)) in repr(engine).replace(",", "")
@@ -215,3 +217,18 @@ def raise_in_vllm() -> None:
     engine = object.__new__(VllmEngine)
     engine._settings = VllmSettings(engine_args={"quantization": "bitsandbytes"})
     asyncio.run(engine._step("begin"))
+
+
+def test_experts_of_three_dimensions_stay_in_16_bits_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, num_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    settings = LocalSettings(device="cpu", dtype="bfloat16", base_dtype="nf4", lora_rank=4)
+    model = loading.load_model(tmp_path, settings)
+    assert "mlp.experts.gate_up_proj" in caplog.text and "16 bits" in caplog.text
+    codes = [one for name, one in model.named_buffers() if name.endswith(("codes", "scales"))]
+    held = sum(one.nbytes for one in [*model.parameters(), *codes])
+    assert unmeasured(config.to_dict(), settings, 64, "cpu").weights == pytest.approx(held, rel=0.02)

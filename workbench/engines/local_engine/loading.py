@@ -142,7 +142,7 @@ def load_model(
                 with parameters_on_meta() if buffers else there, torch.random.fork_rng(devices=[]):
                     model = _kind(config).from_config(config, dtype=torch.float32, **options)
             else:
-                read = _coded(config, path, settings, options) if coded else None
+                read = _streamed(config, path, settings, adapted, options)
                 model = read or pretrained(_kind(config), path, **options)
         except Exception:
             check_packages("", "loading a model", sys.modules)  # an old version may be why
@@ -175,9 +175,12 @@ def _is_coded(settings: Any, adapted: bool) -> bool:
     return coded
 
 
-def _coded(config: Any, path: str | Path, settings: Any, options: Mapping[str, Any]) -> Any:
-    """Load a model whose linear layers are kept in codes without ever having it whole; None where its files have other names
-    than the model."""
+def _streamed(config: Any, path: str | Path, settings: Any, adapted: bool, options: Mapping[str, Any]) -> Any:
+    """Load the base of adapters, kept as `base_dtype` says, without ever having it in float32; None where it is to be in float32,
+    or its files have other names than the model."""
+    # in half precision only the base of adapters that are there: peft draws new ones in the base's precision
+    if settings.base_dtype not in quantised.KINDS and (settings.base_dtype == "float32" or not adapted):
+        return None
     from huggingface_hub import snapshot_download
     from transformers import GenerationConfig
 
@@ -186,7 +189,8 @@ def _coded(config: Any, path: str | Path, settings: Any, options: Mapping[str, A
     with parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model = _kind(config).from_config(config, dtype=torch.float32, **options)
     device = chosen_device(settings.device)
-    if not quantised.fill(model, sorted(folder.glob("*.safetensors")), settings.base_dtype, device):
+    half, files = getattr(torch, settings.precision(device)), sorted(folder.glob("*.safetensors"))
+    if not quantised.fill(model, files, settings.base_dtype, half, device):
         return None
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)

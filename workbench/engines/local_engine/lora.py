@@ -52,6 +52,9 @@ def add(model: Any, config: Mapping[str, Any]) -> None:
     with torch.random.fork_rng(devices=[]), boundary("adding LoRA adapters", EngineError):
         torch.manual_seed(0)  # A is random: the same for the same model, whatever was sampled before
         inject_adapter_in_model(LoraConfig(**known, task_type="CAUSAL_LM"), model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # peft makes them of the base's dtype
+            parameter.data = parameter.data.float()
     model.workbench_lora = dict(config)
 
 

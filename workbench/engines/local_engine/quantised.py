@@ -9,6 +9,7 @@ Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+log = logging.getLogger("workbench")
 KINDS = ("nf4", "int8")
 BLOCK = 64
 """Weights of `nf4` that share a largest value."""
@@ -99,6 +101,8 @@ def quantise(model: Any, kind: str, device: torch.device | str) -> None:
     for layer in list(model.modules()):
         if isinstance(layer, nn.Linear) and not isinstance(layer, Coded) and layer is not head:
             _keep(layer, layer.weight, kind, device)
+    if left := [name for name, one in model.named_parameters() if one.dim() > 2]:
+        log.warning("base_dtype=%r codes linear layers; %s and the like stay in 16 bits", kind, left[0])
 
 
 def _keep(layer: Any, weight: Tensor, kind: str, device: torch.device | str) -> None:
@@ -111,9 +115,10 @@ def _keep(layer: Any, weight: Tensor, kind: str, device: torch.device | str) -> 
 
 
 @torch.no_grad()
-def fill(model: Any, files: Sequence[Path], kind: str, device: torch.device | str) -> bool:
-    """Fill a model, whose parameters are on the meta device, from safetensors files, one tensor at a time, and keep linear
-    layers in `kind` as `quantise` does. Returns False, with the model of no use, where names or shapes are not the model's."""
+def fill(model: Any, files: Sequence[Path], kind: str, half: torch.dtype, device: torch.device | str) -> bool:
+    """Fill a model, whose parameters are on the meta device, from safetensors files, one tensor at a time. Linear layers are kept
+    in a `kind` of `KINDS` as `quantise` does, other matrices in `half`, embeddings and vectors in float32. Returns False, with the
+    model of no use, where names or shapes are not the model's."""
     from safetensors import safe_open
 
     head, wanted = model.get_output_embeddings(), dict(model.named_parameters())
@@ -127,11 +132,14 @@ def fill(model: Any, files: Sequence[Path], kind: str, device: torch.device | st
                 ):
                     return False
                 layer = model.get_submodule(owner)
-                if leaf == "weight" and isinstance(layer, nn.Linear) and layer is not head:
-                    _keep(layer, file.get_tensor(name), kind, device)
-                elif name not in ties:
-                    whole = file.get_tensor(name).to(device, torch.float32)
-                    layer._parameters[leaf] = nn.Parameter(whole, requires_grad=True)
+                if name in ties:
+                    continue
+                tensor = file.get_tensor(name)
+                if kind in KINDS and leaf == "weight" and isinstance(layer, nn.Linear) and layer is not head:
+                    _keep(layer, tensor, kind, device)
+                else:
+                    plain = tensor.dim() < 2 or isinstance(layer, nn.Embedding)
+                    layer._parameters[leaf] = nn.Parameter(tensor.to(device, torch.float32 if plain else half))
     model.tie_weights()
     return not wanted
 
