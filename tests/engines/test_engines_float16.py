@@ -143,3 +143,29 @@ def test_a_run_in_float16_is_resumed_replayed_and_audited_exactly(high: None, ti
     replayed = run.engine(3)
     scale = replayed.snapshot()["optimizer"]["|loss_scale"]
     assert scale[0] == told[3]["loss_scale"]
+
+
+@pytest.mark.slow
+def test_a_what_if_counts_its_skipped_steps_and_leaves_the_loss_scale(high: None, tiny: str) -> None:
+    engine = wb.engines.local(tiny, lr=1e-2, device="cpu", dtype="float16")
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
+    pipe = wb.recipes.grpo(engine, wb.rewards.Reward(length, in_process=True), group_size=2, max_tokens=8)
+    stepper = wb.Stepper(pipe, rows.batch(4)).run(until="advantage")
+    engine.probe(CONTRACT.batch(engine), LikelihoodLoss(), CONTRACT.counts(CONTRACT.batch(engine)))
+    before = engine.snapshot()
+    made = stepper.what_if(clip_ratio_high=0.5, updates=6)
+    for side in (made.actual, made.other):
+        scales = [one["actor/loss_scale"] for one in side.metrics]
+        skipped = [one["actor/overflows"] for one in side.metrics]
+        assert skipped == sorted(skipped, reverse=True) and {*skipped} == {0, 1}, "overflows, then steps"
+        assert (
+            scales
+            == [2.0 ** (20 - number) for number in range(int(sum(skipped)) + 1)] + scales[int(sum(skipped)) + 1 :]
+        )
+    after = engine.snapshot()
+    assert torch.equal(before["optimizer"]["|loss_scale"], after["optimizer"]["|loss_scale"])
+    assert before["steps"] == after["steps"] and all(
+        torch.equal(one, after["weights"][name]) for name, one in before["weights"].items()
+    )
+    learned = stepper.run().trace.metrics
+    assert learned["actor/loss_scale"] == 2.0**20 and learned["actor/overflows"] == 1

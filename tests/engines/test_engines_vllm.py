@@ -574,3 +574,18 @@ def test_experts_that_vllm_returns_are_the_samples() -> None:
     runner = "VLLM_USE_V2_MODEL_RUNNER"
     asked = VllmSettings(engine_args={"enable_return_routed_experts": True})
     assert environment_of("model", VllmSettings())[runner] == "0" and environment_of("model", asked)[runner] == "1"
+
+
+@needs_vllm
+@pytest.mark.long
+def test_float16_samples_what_a_float16_learner_scores() -> None:
+    learner = local("data/tiny-arith", device="cpu", dtype="float16", lr=1e-3)
+    with vllm("data/tiny-arith", **SETTINGS, dtype="float16") as sampler:
+        pair, requests = paired(learner, sampler), asked(learner)
+        for _ in range(2):
+            samples = pair.sample_many(requests)
+            batch = DataProto.from_single_dict(columns_of([one.ids for one in requests], samples, 0))
+            gaps = (learner.compute_log_probs(batch)["log_probs"] - batch["rollout_log_probs"]).abs()
+            assert float(gaps.sum() / batch["response_mask"].sum()) < 0.005 and float(gaps.max()) < 0.3
+            assert {one.version for one in samples} == {learner.version}
+            moved(learner)
