@@ -8,8 +8,10 @@ import numpy as np
 import pandas
 import pytest
 
-from workbench.runs.symptoms import Symptom
+from workbench.runs.symptoms import Symptom, Symptoms, shown_by
 from workbench.views.curves import PANEL, PHASES, label, panel, png, smooth, thin
+from workbench.views.plots import Plots
+from workbench.widgets.display import Progress
 
 ROWS = [
     {"training/global_step": step, "critic/score/mean": step / 10, "actor/kl_loss": 0.1, "actor/grad_norm": None}
@@ -141,24 +143,42 @@ def test_a_wide_band_leaves_the_means_a_quarter_of_the_height() -> None:
 
 
 @pytest.mark.slow
-def test_seconds_of_the_phases_stand_over_each_other_and_say_their_names() -> None:
+def test_each_phase_has_a_line_of_its_colour_and_says_its_name() -> None:
     seconds = {"timing_s__rollout": 1.0, "timing_s__reward": 0.5, "timing_s__update_actor": 2.0}
     rows = steps_of(4, **seconds, timing_s__step=3.5, timing_s__gen=1.0, timing_s__testing=9.0)
     axes = panel(rows).axes[7]
-    tops = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
-    assert tops == pytest.approx([1.0, 1.5, 3.5])  # `gen` is `rollout` again; validation is in no step
-    texts = [text.get_text() for text in axes.texts]
-    assert texts == ["rollout 1", "reward 0.5", "update_actor 2", "3.5"]
-    heights = [text.get_position()[1] for text in axes.texts[:3]]
-    assert heights == sorted(heights) and axes.get_ylim()[1] == pytest.approx(1.05 * 3.5)
-    colours = [text.get_color() for text in axes.texts[:3]]
-    swapped = panel([dict(reversed(row.items())) for row in rows]).axes[7]
-    assert {text.get_text(): text.get_color() for text in swapped.texts[:3]} == dict(zip(texts, colours, strict=False))
+    drawn = {line.get_color(): line.get_ydata()[-1] for line in axes.lines}
+    assert list(drawn.values()) == [1.0, 0.5, 2.0], "`gen` is `rollout` again; validation is in no step"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rollout", "reward", "update_actor"]
+    sent = Plots({"mine": Progress(rows, {})}).columns()["plots"][-1]
+    assert [line["colour"] for line in sent["lines"]] == list(drawn), "the page's lines have the picture's colours"
     both = panel(rows, others={"quick": steps_of(2, timing_s__step=1.0)}).axes[7]
-    drawn = [line.get_ydata() for line in both.lines[1::2]]
-    assert drawn[0] == pytest.approx([3.5] * 4) and drawn[1] == pytest.approx([1.0] * 2)
+    lasts = [line.get_ydata() for line in both.lines[1::2]]
+    assert lasts[0] == pytest.approx([3.5] * 4) and lasts[1] == pytest.approx([1.0] * 2)
     only = panel([{"training/global_step": 7, "timing_s/gen": 2.0}], {"seconds": (PHASES,)}).axes[0]
-    assert [text.get_text() for text in only.texts] == ["gen 2", "2"] and len(only.collections) == 1
+    assert [text.get_text() for text in only.get_legend().get_texts()] == ["gen"]
+
+
+@pytest.mark.slow
+def test_the_metric_behind_a_symptom_has_a_plot() -> None:
+    mark = Symptom("most groups teach nothing", "80%", 3, "raise the temperature", metric="advantage/zero_share")
+    rows = steps_of(6, advantage__zero_share=lambda step: 0.7 + step / 20, actor__entropy=1.0)
+    assert [axes.get_title(loc="left") for axes in panel(rows, marks=[mark]).axes][8] == "advantage/zero_share"
+    assert len(panel(rows).axes[:8]) == 8 and not [text for text in panel(rows, marks=[mark], listed=False).texts]
+    sent = Plots({"mine": Progress(rows, {})}, marks=[mark]).columns()
+    assert sent["plots"][-1]["lines"][0]["name"] == sent["marks"][0]["metric"] == "advantage/zero_share"
+    (found,) = (one for one in shown_by(rows) if one.metric == mark.metric)
+    assert found.course == "▁▂▄▅▇█" and found.course in repr(Symptoms([found]))
+
+
+def test_a_run_keeps_its_colour_whatever_runs_are_picked() -> None:
+    runs = {name: Progress(steps_of(3, actor__entropy=1.0), {}) for name in "abc"}
+    plots = Plots(runs, drawn=["a"])
+    first, picked = plots.columns(), plots.columns(names=["c", "b"])
+    assert [one["name"] for one in first["runs"]] == ["a"] and first["names"] == ["a", "b", "c"]
+    assert [(one["name"], one["place"], one["colour"]) for one in picked["runs"]] == [
+        (name, place, first["known"][place]["colour"]) for name, place in (("b", 1), ("c", 2))
+    ]
 
 
 def test_slow_first_steps_do_not_flatten_the_others() -> None:
@@ -213,7 +233,7 @@ def test_thinned_lines_keep_their_ends_and_extremes() -> None:
     spike = steps_of(10_000, actor__grad_norm=lambda step: 50.0 if step == 7777 else 1.0, timing_s__rollout=1.0)
     axes = panel(spike).axes
     assert len(axes[5].lines[0].get_xdata()) < 1000 and axes[5].lines[0].get_ydata().max() == 50
-    assert len(axes[7].collections[0].get_paths()[0].vertices) < 2000
+    assert len(axes[7].lines[0].get_xdata()) < 2000
 
 
 def test_a_long_run_is_smoothed_more() -> None:

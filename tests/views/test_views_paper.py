@@ -35,7 +35,7 @@ def test_one_call_makes_a_figure_of_the_columns_width() -> None:
     assert sizes == {7, 8}
     page = figure(ROWS, ["reward", "KL", "seconds per phase"], width="page", height=2.0)
     assert list(page.get_size_inches()) == [6.75, 2.0] and [axes.get_xlabel() for axes in page.axes] == ["step"] * 3
-    assert [text.get_text() for text in page.axes[2].texts] == ["rollout 1"]
+    assert [text.get_text() for text in page.axes[2].get_legend().get_texts()] == ["rollout"]
     assert figure(pandas.DataFrame(ROWS), "actor/kl_loss", width=4).get_figwidth() == 4
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 from urllib.parse import urlsplit
@@ -191,3 +191,13 @@ def bare_url(url: str, what: str, do: str, form: str = "http(s)://host[:port][/p
     if "@" in parts.netloc:
         raise SettingError(what, expected="an address without user or key", found="user@host", do=do)
     return url
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def blocks(values: Sequence[float], most: int = 40) -> str:
+    """Draw values as blocks of their height, `▁▃▆█`, from the lowest to the highest; of more than `most` an even choice."""
+    chosen = [values[at * (len(values) - 1) // (most - 1)] for at in range(most)] if len(values) > most else values
+    low, span = min(chosen, default=0.0), max(chosen, default=0.0) - min(chosen, default=0.0) or 1.0
+    return "".join(_BLOCKS[round((one - low) / span * (len(_BLOCKS) - 1))] for one in chosen)

@@ -67,17 +67,19 @@ class Page:
 
 
 class Watched(LiveFigure):
-    """The curves of several runs; the symptoms are looked for again each time that the curves are read."""
+    """The curves of the runs `drawn` at first, of those that can be picked; the symptoms are looked for again each time
+    that the curves are read.
+    """
 
     alone = True
 
-    def __init__(self, runs: Mapping[str, Run]) -> None:
-        self._runs = runs
+    def __init__(self, runs: Mapping[str, Run], drawn: Sequence[str] = ()) -> None:
+        self._runs, self._drawn = runs, drawn
 
     @property
     def plots(self) -> Plots:
         """Return the curves of all runs up to their last recorded step, with the symptoms of the first run."""
-        return Plots(self._runs, (), Watch(next(iter(self._runs.values())).rows).marks)
+        return Plots(self._runs, (), Watch(next(iter(self._runs.values())).rows).marks, self._drawn)
 
 
 class Pages:
@@ -159,7 +161,7 @@ class Pages:
         opened = {name: Run(runs[name]) for name in reversed(chosen)}
         sections = [Section("runs", lambda: self._listed(page, runs, chosen))]
         if any(run.rows for run in opened.values()):
-            sections.append(_curves(opened))
+            sections.append(_curves(opened, {name: Run(path) for name, path in reversed(runs.items())}))
         return Page(page, str(self.source.name), sections, live=lambda: "".join(_stamp(run) for run in opened.values()))
 
     def _listed(self, page: str, runs: Mapping[str, Path], chosen: Sequence[str]) -> str:
@@ -342,14 +344,16 @@ def link(page: str, words: str, path: str) -> str:
     return f'<a href="{"../" * page.count("/")}{quoted(quote(path))}">{doc.escape(words)}</a>'
 
 
-def _curves(runs: Mapping[str, Run]) -> Section:
+def _curves(runs: Mapping[str, Run], known: Mapping[str, Run] | None = None) -> Section:
+    """Make the section of the curves of `runs`, of those `known` that a served page lets one pick."""
     name, *others = runs
 
     def picture() -> bytes:
         beside = {one: runs[one].rows for one in others}
-        return png(panel(runs[name].rows, title=name, others=beside or None, empty=False))
+        marks = () if others else Watch(runs[name].rows).marks
+        return png(panel(runs[name].rows, title=name, others=beside or None, marks=marks, empty=False, listed=False))
 
-    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), Watched(runs))
+    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), Watched(known or runs, list(runs)))
 
 
 def _stamp(run: Run) -> str:

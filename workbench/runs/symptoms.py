@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, blocks
 from workbench.runs.folder import STEP
 
 Rows = Sequence[Mapping[str, Any]]
@@ -36,6 +36,10 @@ class Symptom:
     """The usual cause of the problem, and what to try."""
     steps: tuple[int, ...] = ()
     """The steps that have the symptom; empty for a symptom of a range of steps."""
+    metric: str = ""
+    """The metric that shows the problem, which is drawn beside it."""
+    course: str = ""
+    """That metric from the first step to the last as blocks, `▁▃▆█`, where the run's rows are at hand."""
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.since} on): {self.found}; {self.do}"
@@ -101,7 +105,9 @@ def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
     if batch is not None:
         causes += _causes(batch)
     do = "; ".join(causes) or "look at views.samples(…): is the function wrong, the ground truth, or the format?"
-    yield Symptom("reward is flat at 0", f"no reward above 0 in {len(values)} steps", _since(rows), do)
+    yield Symptom(
+        "reward is flat at 0", f"no reward above 0 in {len(values)} steps", _since(rows), do, metric="critic/score/max"
+    )
 
 
 def _causes(batch: Any) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _above(name: str, metrics: Sequence[str], limit: float, found: str, do: str)
         for metric in metrics:
             value = _last(rows, metric)
             if value is not None and value > limit:
-                yield Symptom(name, found.format(metric=metric, value=value), _since(rows), do)
+                yield Symptom(name, found.format(metric=metric, value=value), _since(rows), do, metric=metric)
 
     return check
 
@@ -133,7 +139,9 @@ def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = _mean(rows[:WINDOW], "actor/entropy"), _last(rows, "actor/entropy")
     if first is not None and last is not None and last < 0.1 * first:
         do = "the policy repeats itself and groups lose their spread: raise clip_ratio_high, entropy_coeff or the temperature, lower lr"
-        yield Symptom("entropy has collapsed", f"{first:.3g} → {last:.3g} nats a token", _since(rows), do)
+        yield Symptom(
+            "entropy has collapsed", f"{first:.3g} → {last:.3g} nats a token", _since(rows), do, metric="actor/entropy"
+        )
 
 
 def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -142,14 +150,26 @@ def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
     if first and last is not None and (last > 2 * first or last < 0.5 * first):
         tail = f", {cut:.0%} cut off at the limit" if cut > 0.1 else ""
         do = "the reward may pay for length: dr_grpo's normalisation, dapo's overlong penalty, or look at the best rewards"
-        yield Symptom("responses change their length", f"{first:.0f} → {last:.0f} tokens{tail}", _since(rows), do)
+        yield Symptom(
+            "responses change their length",
+            f"{first:.0f} → {last:.0f} tokens{tail}",
+            _since(rows),
+            do,
+            metric="response_length/mean",
+        )
 
 
 def _more_cut_off(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = _mean(rows[:WINDOW], "response/cut_ratio"), _last(rows, "response/cut_ratio")
     if first is not None and last is not None and last > 0.3 and last - first > 0.2:
         do = "they are scored without their end: raise max_tokens, or let dapo's overlong penalty make them shorter"
-        yield Symptom("more and more responses are cut off", f"{first:.0%} → {last:.0%} of them", _since(rows), do)
+        yield Symptom(
+            "more and more responses are cut off",
+            f"{first:.0%} → {last:.0%} of them",
+            _since(rows),
+            do,
+            metric="response/cut_ratio",
+        )
 
 
 def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -159,7 +179,7 @@ def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
         before = f", {first:.0%} at first" if grown else ""
         do = "prompts are too easy or too hard: recipes.dapo samples others, or raise group_size or the temperature"
         found = f"{last:.0%} of the rows have advantage 0{before}"
-        yield Symptom("most groups teach nothing", found, _since(rows), do)
+        yield Symptom("most groups teach nothing", found, _since(rows), do, metric="advantage/zero_share")
 
 
 def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -172,7 +192,7 @@ def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
             f"explained variance {max(explained):.2f} → {explained[-1]:.2f}, loss {min(losses):.3g} → {losses[-1]:.3g}"
         )
         do = "advantages are noise then: lower the critic's lr, raise its warm-up (critic_warmup), clip its gradient"
-        yield Symptom("the critic diverges", found, _since(rows), do)
+        yield Symptom("the critic diverges", found, _since(rows), do, metric="critic/vf_explained_var")
 
 
 def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -185,14 +205,20 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
         if late:
             do = "rows are of older weights (ahead, max_lag): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
         found = f"probabilities are {value:.3g} apart on average"
-        yield Symptom("sampler and trainer differ", found, _since(rows), do)
+        yield Symptom("sampler and trainer differ", found, _since(rows), do, metric="training/rollout_probs_diff_mean")
 
 
 def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
     lost, size = (_mean(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
     if lost and size and lost > 0.25 * size:
         do = "stale='keep' waits for them, a larger max_lag lets them be older"
-        yield Symptom("a stream cancels many rollouts", f"{lost:.3g} groups a step of {size:.3g}", _since(rows), do)
+        yield Symptom(
+            "a stream cancels many rollouts",
+            f"{lost:.3g} groups a step of {size:.3g}",
+            _since(rows),
+            do,
+            metric="streaming/cancelled",
+        )
 
 
 def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -205,7 +231,9 @@ def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
     if best - last > 0.3 * spread and best - last > 0.05:
         since = int(rows[means.index(best)][STEP])
         do = "KL too far from the start, or lr too high: go back to a checkpoint, raise kl_coef, lower lr"
-        yield Symptom("reward has fallen", f"running mean {best:.3f} → {last:.3f}", since, do)
+        yield Symptom(
+            "reward has fallen", f"running mean {best:.3f} → {last:.3f}", since, do, metric="critic/score/mean"
+        )
 
 
 def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -214,7 +242,7 @@ def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
     if steps := tuple(step for step, norm in norms.items() if usual and norm > 20 * usual):
         found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}"
         do = "look at that step: run.stepper(step); lower grad_clip or lr"
-        yield Symptom("the gradient jumps", found, steps[0], do, steps)
+        yield Symptom("the gradient jumps", found, steps[0], do, steps, "actor/grad_norm")
 
 
 _NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss")
@@ -226,7 +254,7 @@ def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
     if steps := tuple(step for step, names in every.items() if names):
         found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
         do = "look at that step: run.stepper(step, at='update_actor'); is a reward huge, or an advantage NaN?"
-        yield Symptom("a metric is NaN or infinite", found, steps[0], do, steps)
+        yield Symptom("a metric is NaN or infinite", found, steps[0], do, steps, every[steps[0]][0])
 
 
 CHECKS: tuple[Check, ...] = (
@@ -313,7 +341,10 @@ def shown_by(rows: Rows, batch: Any = None) -> list[Symptom]:
     `symptoms`.
     """
     since = {one.name: one.since for one in Watch(rows).marks}
-    return [replace(one, since=since.get(one.name, one.since)) for one in symptoms(rows, batch)]
+    return [
+        replace(one, since=since.get(one.name, one.since), course=blocks(series(rows, one.metric)))
+        for one in symptoms(rows, batch)
+    ]
 
 
 class Symptoms(Shown, list[Symptom]):

@@ -1,6 +1,6 @@
 """Metrics rows as curves, as a panel to look at and as figures for a paper: matplotlib `Figure` objects, never pyplot.
 
-A plot has lines, bands, held-out dots or stacked phases, with scale, key and marks on the time axis.
+A plot has lines, bands and held-out dots, with scale, key and marks on the time axis.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -47,9 +47,6 @@ HELD_OUT = "val/reward"
 GREY = "#666666"
 MARK = "#a3341f"
 _DASHES = ("-", (0, (1, 1.2)), (0, (4, 1.5)))
-_PHASES = (
-    "rollout", "old_log_prob", "ref_log_prob", "values", "reward", "advantage", "update_critic", "update_actor",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,45 @@ class Look:
 
 
 class Plotted(NamedTuple):
-    """What `draw` drew into one plot: its legend entries, the last value, and whether phases are stacked."""
+    """What `draw` drew into one plot: its legend entries, and the last value."""
 
     key: dict[str, Any]
     """Legend text → the matplotlib artist (line, band or dot) that it names; empty where nothing is recorded."""
     last: float | None
     """The last value of the only curve; None where there are more."""
-    stacked: bool = False
-    """Whether the plot is a stack of phases, with their names beside it."""
+
+
+class Line(NamedTuple):
+    """One line of a plot, as the picture and the page draw it: a metric of one run."""
+
+    run: int
+    """The run's place among the drawn ones."""
+    name: str
+    words: str
+    colour: str
+    dash: int
+    dots: bool
+    """Whether it is held-out means, which are dots."""
+    banded: bool
+    """Whether the spread within a step's batch is drawn around it."""
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether a running mean is drawn over the steps' own numbers."""
+        return self.name not in EXACT and not self.dots
+
+
+def lines(wanted: Sequence[str], runs: Sequence[Series]) -> list[Line]:
+    """Return the lines of one plot. A single run's metrics differ by colour, those of several runs by dashes."""
+    there, made, one = lines_of(wanted, runs), list[Line](), len(runs) == 1
+    alone = one and PHASES not in wanted and len({*there} - {HELD_OUT}) == 1
+    for place, name in enumerate(there):
+        dots = name == HELD_OUT and HELD_OUT not in wanted
+        words = "held out" if dots else LINE_WORDS.get(name, name.removeprefix("timing_s/"))
+        for number, run in enumerate(runs):
+            shade = colour(place) if one and not dots else run.colour
+            made.append(Line(number, name, words, shade, 0 if one or dots else place, dots, alone and not dots))
+    return made
 
 
 # --- curves ---------------------------------------------------------------------------------------
@@ -81,19 +109,18 @@ class Plotted(NamedTuple):
 
 def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, marks: Sequence[Symptom]) -> Plotted:
     """Draw one plot's metrics, a legend where its title does not name them all, and a line for each symptom in `marks`."""
-    alone = PHASES in wanted and len(runs) == 1 and bool(runs[0].phases())
-    plotted = _stack(axes, runs[0], look) if alone else _curves(axes, wanted, runs, look)
+    plotted = _curves(axes, wanted, runs, look)
     # several things, or one of several that the title could mean
     one_of = (len(wanted) > 1 and not EXACT.issuperset(wanted)) or PHASES in wanted
-    names = [label(name, 40) for name in plotted.key if not plotted.stacked and (len(plotted.key) > 1 or one_of)]
+    names = [label(name, 40) for name in plotted.key if len(plotted.key) > 1 or one_of]
     columns = 2 if max(map(len, names), default=0) < 16 else 1
-    lines = math.ceil(len(names) / columns)
-    _above(axes, 0.11 * lines + (0.18 if marks else 0.0))
+    high = math.ceil(len(names) / columns)
+    _above(axes, 0.11 * high + (0.18 if marks else 0.0))
     if names:
         pale = {"labelcolor": GREY, "frameon": False, "handlelength": 1.4, "borderaxespad": 0.1, "columnspacing": 1.0}
         legend(axes, plotted.key.values(), names, loc="upper left", ncols=columns, fontsize=look.text, **pale)
     for place, one in enumerate(marks):  # neighbours' numbers are at different heights
-        top = 0.99 - 0.11 * lines
+        top = 0.99 - 0.11 * high
         axes.axvline(one.since, 0, top, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1.5)
         axes.text(one.since, top - 0.09 * (place % 2), f" {place + 1}", transform=axes.get_xaxis_transform(),
                   color=MARK, fontsize=look.text, va="top", zorder=6)  # fmt: skip
@@ -101,22 +128,20 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
 
 
 def _curves(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look) -> Plotted:
-    """Draw those metrics of a plot that any run has, and scale the plot; with several runs whole steps in place of
-    stacked phases.
-    """
-    drawn = [name for name in lines_of(wanted, runs) if name != HELD_OUT or name in wanted]
-    key: dict[str, Any] = {}
-    for name, dashes in zip(drawn, cycle(_DASHES), strict=False):
-        there = [run for run in runs if len(run.points(name)[0])]
-        lines = [_curve(axes, run, name, dashes, look, faint=len(runs) <= 4) for run in there]
-        key[LINE_WORDS.get(name, name)] = lines[0]
-    if "critic/score/mean" in wanted:
-        dots = [_held_out(axes, run, look) for run in runs if len(run.points(HELD_OUT)[0])]
-        key |= {"held out, 95 %": dots[0]} if dots else {}
-    if len(runs) == len(drawn) == 1:
-        return Plotted(key | _banded(axes, runs[0], drawn[0]), float(runs[0].points(drawn[0])[1][-1]))
+    """Draw those metrics of a plot that any run has, and scale the plot."""
+    key, drawn = dict[str, Any](), [line for line in lines(wanted, runs) if len(runs[line.run].points(line.name)[0])]
+    for line in drawn:
+        run = runs[line.run]
+        artist = _held_out(axes, run, look) if line.dots else _curve(axes, run, line, look, faint=len(runs) <= 4)
+        key.setdefault("held out, 95 %" if line.dots else line.words, artist)
+    if alone := [line for line in drawn if line.banded]:
+        last = float(runs[0].points(alone[0].name)[1][-1])
+        return Plotted(key | _banded(axes, runs[0], alone[0].name), last)
+    high = axes.dataLim.y1
+    if PHASES in wanted and drawn:  # the first steps may wait for caches and compilers: they do not flatten all others
+        high = min(high, 3 * max(float(np.median(runs[line.run].points(line.name)[1])) for line in drawn) or high)
     if key:
-        _scale(axes, axes.dataLim.y0, axes.dataLim.y1)
+        _scale(axes, axes.dataLim.y0, high)
     return Plotted(key, None)
 
 
@@ -164,15 +189,19 @@ def _above(axes: Axes, share: float) -> None:
         area.set_clip_path(Rectangle((0, 0), 1, 1 - share, transform=axes.transAxes))
 
 
-def _curve(axes: Axes, run: Series, name: str, dashes: Any, look: Look, *, faint: bool) -> Any:
+def _curve(axes: Axes, run: Series, line: Line, look: Look, *, faint: bool) -> Any:
     """Draw one metric of one run: each step's number faint, the running mean strong."""
-    steps, values = run.points(name)
+    steps, values = run.points(line.name)
     if faint:
-        axes.plot(*thin(steps, values), color=run.colour, alpha=0.28, linewidth=look.faint)
-    strong: dict[str, Any] = {"color": run.colour, "linewidth": look.line, "linestyle": dashes}
+        axes.plot(*thin(steps, values), color=line.colour, alpha=0.28, linewidth=look.faint)
+    strong: dict[str, Any] = {
+        "color": line.colour,
+        "linewidth": look.line,
+        "linestyle": _DASHES[line.dash % len(_DASHES)],
+    }
     if len(values) == 1:
         strong |= {"marker": "o", "ms": look.dot - 1}
-    means = smooth(values, 0.0 if name in EXACT else look.smoothing)
+    means = smooth(values, look.smoothing if line.smoothed else 0.0)
     return axes.plot(*thin(steps, means), **strong)[0]
 
 
@@ -197,53 +226,6 @@ def _scale(axes: Axes, low: float, high: float) -> None:
         low = 0.0
     margin = 0.05 * (high - low)
     axes.set_ylim(low - margin, high + margin)
-
-
-def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
-    """Draw one run's phases stacked, the first at the bottom, each named at its end in its colour."""
-    names = run.phases()
-    numbers = np.stack([np.nan_to_num(run.column(f"timing_s/{name}")) for name in names])
-    there: Array = np.asarray(numbers.any(0))
-    if not there.any():  # phases of no time at all
-        there[:] = True
-    steps = run.steps[there]
-    means = np.stack([smooth(row, look.smoothing) for row in numbers[:, there]])
-    ends, lasts = means[:, -1], numbers[:, there][:, -1]
-    if len(steps) > 2 * BINS:
-        starts = stretches(len(steps))
-        means = np.add.reduceat(means, starts, axis=1) / np.diff([*starts, len(steps)])
-        steps = steps[starts]
-    if len(steps) == 1:  # an area has a width
-        steps, means = np.array([steps[0] - 0.4, steps[0] + 0.4]), np.repeat(means, 2, axis=1)
-    colours = [colour(_PHASES.index(name) if name in _PHASES else 8 + place) for place, name in enumerate(names)]
-    areas = axes.stackplot(steps, means, colors=colours, alpha=0.75, linewidth=0)
-    total = means.sum(0)
-    # the first steps may wait for caches and compilers: they do not flatten all others
-    _scale(axes, 0.0, float(min(total.max(), 3 * np.median(total))))
-    _name_phases(axes, dict(zip(names, lasts, strict=True)), ends, colours, look)
-    return Plotted(dict(zip(names, areas, strict=True)), float(lasts.sum()), stacked=True)
-
-
-def _name_phases(axes: Axes, lasts: Mapping[str, float], ends: Array, colours: Sequence[str], look: Look) -> None:
-    """Write each phase's name and its last step's seconds beside the end of its area, moved apart where they would
-    overlap.
-    """
-    bottom, top = axes.get_ylim()
-    centres = (np.cumsum(ends) - ends / 2 - bottom) / (top - bottom)
-    figure: Any = axes.get_figure(root=True)
-    height = axes.get_position().height * figure.get_figheight() * 72
-    gap = 1.25 * look.text / height
-    places: list[float] = []
-    for centre in centres:
-        places.append(max(float(centre), places[-1] + gap) if places else float(centre))
-    over = 1.0
-    for number in range(len(places) - 1, -1, -1):
-        places[number] = over = min(places[number], over)
-        over -= gap
-    for (name, seconds), shade, place in zip(lasts.items(), colours, places, strict=True):
-        text = f"{label(name, 24)} {number_text(float(f'{seconds:.2g}'))}"
-        axes.text(1.02, place, text, transform=axes.transAxes, color=shade, fontsize=look.text, va="center",
-                  parse_math=False)  # fmt: skip
 
 
 # --- words and axes -------------------------------------------------------------------------------
@@ -443,8 +425,6 @@ PANEL: Mapping[str, tuple[str, ...]] = {
 """Title of a plot → its metrics; a plot draws those that a run has."""
 _WIDTH, _HEIGHT = 10.5, 1.75
 """Width of the panel (that of a notebook's output) and height of one plot, in inches."""
-_ROOM = 0.97
-"""Width for the names of phases beside their plot, in inches."""
 _LINE = 0.17
 """Height of a line of small text, in inches."""
 WORDS: Mapping[str, str] = {
@@ -471,6 +451,7 @@ def panel(
     title: str | None = None,
     marks: Sequence[Symptom] | None = None,
     empty: bool = True,
+    listed: bool = True,
 ) -> Figure:
     """Draw metrics over training steps: one small plot for each title of `keys` (default: `PANEL`), three or four to a
     row.
@@ -482,9 +463,10 @@ def panel(
 
     Args:
         metrics: the rows of a run's `metrics.jsonl`, or a DataFrame of them.
-        keys: titles → metric names, or a list of metric names; `timing_s/*` is the seconds of each phase, stacked.
+        keys: titles → metric names, or a list of metric names; `timing_s/*` is the seconds of each phase.
         others: name → rows of other runs, drawn over it with a legend, without bands, and with whole steps for phases.
-        marks: symptoms (`run.symptoms`), drawn as numbered lines on the time axis and listed beneath.
+        marks: symptoms (`run.symptoms`), drawn as numbered lines on the time axis, each with a plot of the metric behind
+            it, and listed beneath unless `listed` is False.
         empty: keep the place of a plot that nothing is recorded for, so that plots do not jump while a run trains (a
             critic's warm-up has no KL yet); otherwise it is left out.
 
@@ -492,20 +474,26 @@ def panel(
         >>> wb.views.panel(run.rows, others={"without KL": other.rows})  # doctest: +SKIP
     """
     runs, marks = series(title or "this run", metrics, others), marks or ()
-    plots = keys if isinstance(keys, Mapping) else PANEL if keys is None else {key: (key,) for key in keys}
+    plots = (
+        keys if isinstance(keys, Mapping) else behind(runs, marks) if keys is None else {key: (key,) for key in keys}
+    )
     if not empty:
         plots = {name: wanted for name, wanted in plots.items() if recorded(runs, wanted)} or plots
-    figure, grid = _figure(len(plots), runs=runs if others else [], title=title, marks=marks)
+    figure, grid = _figure(len(plots), runs=runs if others else [], title=title, marks=marks if listed else ())
     span, look = span_of(runs), Look(smoothing=memory(runs))
     for axes, (name, wanted) in zip(grid, plots.items(), strict=True):
         # a title with a height of its own spares matplotlib the search for one: a quarter of the drawing
         axes.set_title(label(name), fontsize=9.5, loc="left", y=1.0, parse_math=False)
         dress(axes, span, ticks=8)
-        if PHASES in wanted and not others:  # its areas' names are beside it
-            place = axes.get_position()
-            axes.set_position((place.x0, place.y0, place.width - _ROOM / _WIDTH, place.height))
         _say(axes, draw(axes, wanted, runs, look, marks), runs[0].colour)
     return figure
+
+
+def behind(runs: Sequence[Series], marks: Sequence[Symptom]) -> dict[str, Sequence[str]]:
+    """Return the main plots, and one more for the metric behind each symptom that they do not show."""
+    seen = {name for wanted in PANEL.values() for name in wanted}
+    more = [one.metric for one in marks if one.metric not in seen and recorded(runs, [one.metric])]
+    return {**PANEL, **{name: (name,) for name in more}}
 
 
 def series(
@@ -525,11 +513,6 @@ def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
         axes.tick_params(labelleft=False)
         axes.grid(False)
-    elif plotted.stacked and plotted.last is not None:
-        axes.annotate(
-            number_text(plotted.last), (1, 1), (_ROOM * 72, 6), xycoords="axes fraction", textcoords="offset points",
-            fontsize=9, color=GREY, ha="right",
-        )  # fmt: skip
     elif plotted.last is not None:
         axes.set_title(number_text(plotted.last), fontsize=9, loc="right", color=shade, y=1.0)
 

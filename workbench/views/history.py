@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from workbench.base.errors import RunError, describe, nearest
+from workbench.base.shown import blocks
 from workbench.dataproto.core import DataProto
 from workbench.runs.folder import STEP, step_files
 from workbench.views import document as doc
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 TRAINING, HELD_OUT, GREEDY = "training", "held-out", "held-out, greedy"
 _LINES, _CHANGES, _TEXT = 24, 12, 1500
 """Most steps shown, most steps shown with what changed, and most characters of one text; `to_pandas()` has all."""
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class History(doc.View):
@@ -151,9 +151,7 @@ def _trend(means: Sequence[float]) -> str:
     known = [mean for mean in means if mean == mean]
     if len(known) < 2:
         return ""
-    low, span = min(known), max(known) - min(known) or 1.0
-    blocks = "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in known[-60:])
-    return f"mean reward {known[0]:.3g} → {known[-1]:.3g}  {blocks}"
+    return f"mean reward {known[0]:.3g} → {known[-1]:.3g}  {blocks(known, 60)}"
 
 
 # --- found in a run --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from workbench.base.errors import RunError
 from workbench.runs.symptoms import Symptom
 from workbench.views import curves as draw
-from workbench.views.curves import HELD_OUT, Array, Series, label, lines_of
+from workbench.views.curves import Array, Line, Series, label
 from workbench.views.samples import SamplesView, samples
 
 
@@ -30,41 +30,52 @@ class Recorded(Protocol):
 @dataclass(frozen=True)
 class Plots:
     """The curves of several runs, name → run. `marks` are the symptoms of the first run; `keys` choose plots as in
-    `views.figure`.
+    `views.figure`; `drawn` are the runs that are drawn at first (all where there are none), of those that can be picked.
     """
 
     runs: Mapping[str, Recorded]
     keys: Sequence[str] = ()
     marks: Sequence[Symptom] = ()
+    drawn: Sequence[str] = ()
 
-    def columns(self, keys: Sequence[str] = ()) -> dict[str, Any]:
-        """Return everything to draw, or the curves of other `keys`, as JSON values: numbers with six digits, None where
-        missing or not finite.
+    def columns(self, keys: Sequence[str] = (), names: Sequence[str] = ()) -> dict[str, Any]:
+        """Return everything to draw, or the curves of other `keys` or of the runs `names`, as JSON values: numbers with
+        six digits, None where missing or not finite.
 
-        `steps`: all runs' steps, ascending, [steps]. `runs`: name, colour, and the steps that have a trace. `plots`:
+        `steps`: all drawn runs' steps, ascending, [steps]. `known`: label and colour of each run that can be drawn, which it
+        keeps, and `names` their names. `runs`: of the drawn ones name, colour, place among the known ones, and the steps that have a
+        trace. `plots`:
         title and lines; each line has its run (an index), words, colour, `dash` (an index), whether it is smoothed or
         only has dots, its values, [steps], and the band around it. `chosen`: whether plots were asked for. `marks`: the
         step and the text of each symptom. `smooth`: the weight
         with which a slider begins.
         """
-        (name, first), *others = self.runs.items()
-        curves = draw.series(name, first.rows, {other: run.rows for other, run in others})
-        chosen = keys or self.keys
-        plots = (
-            draw.pick(chosen, curves) if chosen else {t: w for t, w in draw.PANEL.items() if draw.recorded(curves, w)}
-        )
+        known = {name: draw.colour(place) for place, name in enumerate(self.runs)}
+        wanted = [name for name in known if name in (names or self.drawn or known)]
+        curves = [Series(name, self.runs[name].rows, known[name]) for name in wanted]
+        chosen, marks = keys or self.keys, self.marks if next(iter(known)) in wanted else ()
+        plots = draw.pick(chosen, curves) if chosen else draw.behind(curves, marks)
+        plots = {title: metrics for title, metrics in plots.items() if draw.recorded(curves, metrics)}
         steps = np.unique(np.concatenate([run.steps for run in curves]))
-        both = zip(curves, self.runs.values(), strict=True)
         return {
             "steps": steps.astype(int).tolist(),
+            "known": [{"name": label(name), "colour": shade} for name, shade in known.items()],
+            "names": list(known),
             "runs": [
-                {"name": label(line.name), "colour": line.colour, "traces": list(run.traces)} for line, run in both
+                {
+                    "name": label(one),
+                    "colour": known[one],
+                    "place": [*known].index(one),
+                    "traces": list(self.runs[one].traces),
+                }
+                for one in wanted
             ],
             "plots": [
-                {"title": label(title), "lines": _lines(wanted, curves, steps)} for title, wanted in plots.items()
+                {"title": label(title), "lines": [_line(line, curves, steps) for line in draw.lines(metrics, curves)]}
+                for title, metrics in plots.items()
             ],
             "chosen": bool(chosen),
-            "marks": [{"step": int(mark.since), "text": label(mark, 400)} for mark in self.marks],
+            "marks": [{"step": int(mark.since), "text": label(mark, 400), "metric": mark.metric} for mark in marks],
             "smooth": round(draw.memory(curves), 3),
         }
 
@@ -79,24 +90,10 @@ class Plots:
         return samples(traces[step])
 
 
-def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[dict[str, Any]]:
-    """Return the lines of one plot. A single run's metrics differ by colour, those of several runs by dashes."""
-    there, lines = lines_of(wanted, runs), []
-    for place, name in enumerate(there):
-        dots = name == HELD_OUT and len(there) > 1
-        words = "held out" if dots else draw.LINE_WORDS.get(name, name.removeprefix("timing_s/"))
-        for number, run in enumerate(runs):
-            lines.append({
-                "run": number,
-                "words": label(words),
-                "colour": draw.colour(place) if len(runs) == 1 and not dots else run.colour,
-                "dash": place if len(runs) > 1 and not dots else 0,
-                "smoothed": name not in draw.EXACT and not dots,
-                "dots": dots,
-                "values": _column(*run.points(name), steps),
-                "band": _band(run, name, steps) if len(runs) == 1 == len({*there} - {HELD_OUT}) else None,
-            })  # fmt: skip
-    return lines
+def _line(line: Line, runs: Sequence[Series], steps: Array) -> dict[str, Any]:
+    run = runs[line.run]
+    column, band = _column(*run.points(line.name), steps), _band(run, line.name, steps) if line.banded else None
+    return {**line._asdict(), "words": label(line.words), "smoothed": line.smoothed, "values": column, "band": band}
 
 
 def _band(run: Series, name: str, steps: Array) -> list[Any] | None:

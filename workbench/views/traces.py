@@ -14,6 +14,8 @@ from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import SESSION, DataProto
+from workbench.replay.remote import is_address
+from workbench.replay.run import Run
 from workbench.rewards.score import Score
 from workbench.runs.folder import STEP, goes_on
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from workbench.datasets.preferences import Samples
     from workbench.datasets.rows import Report, Rows
     from workbench.replay.rebuild import Counterfactual
-    from workbench.replay.run import Run, Summary, Traces
+    from workbench.replay.run import Summary, Traces
     from workbench.runs.preflight import Preflight
     from workbench.stages.pipeline import Pipeline
     from workbench.stages.stage import Outcome
@@ -584,7 +586,7 @@ def run(run: Run) -> doc.Part:
     pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
-    pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
+    pairs += [("symptom", f"{one}  {one.course}") for one in shown_by(rows)] + [("note", note) for note in run.notes]
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if state in ("stopped", "died"):
@@ -630,9 +632,18 @@ def symptoms(symptoms: Symptoms) -> doc.Part:
     """
     if not symptoms:
         return "no symptoms"
-    rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in symptoms]
-    table = doc.Table(["symptom", "since step", "found", "what to try"], rows)
-    return doc.Either([f"· {one}" for one in symptoms], table)
+    rows: list[list[doc.Part]] = [
+        [
+            doc.bold(one.name),
+            str(one.since),
+            (_bars(one.course), doc.BREAK, doc.small(doc.faint(one.metric))),
+            one.found,
+            one.do,
+        ]
+        for one in symptoms
+    ]
+    table = doc.Table(["symptom", "since step", "its metric", "found", "what to try"], rows)
+    return doc.Either([f"· {one}{f'  {one.course} {one.metric}' if one.course else ''}" for one in symptoms], table)
 
 
 def preflight(preflight: Preflight) -> doc.Part:
@@ -687,6 +698,10 @@ def _was_would(pair: tuple[float, float] | None) -> str:
 # --- its curves -----------------------------------------------------------------------------------
 
 
+BESIDE = 24
+"""Most runs of the same folder that can be picked beside a run's curves."""
+
+
 def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
     """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step
     axis.
@@ -697,7 +712,12 @@ def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Ru
         several = series(run.path.name, run.rows, {name: other.rows for name, other in (others or {}).items()})
         width = "page" if len(pick(keys, several)) > 2 else "column"
         drawn = run_figure(run, *keys, others=others, marks=marks, width=width)
-    drawn.plots = Plots({run.path.name: run, **(others or {})}, keys, Watch(run.rows).marks if marks else ())
+    first = {run.path.name: run, **(others or {})}
+    beside = [] if is_address(run.address) else sorted(run.path.parent.glob("*/settings.json"))[-BESIDE:]
+    paths = {one.path.resolve() for one in first.values()}
+    more = {one.parent.name: Run(one.parent) for one in beside if one.parent.resolve() not in paths}
+    drawn.plots = Plots(first | {name: one for name, one in more.items() if name not in first}, keys,
+                        Watch(run.rows).marks if marks else (), [*first])  # fmt: skip
     return drawn
 
 

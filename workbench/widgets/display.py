@@ -185,11 +185,11 @@ class LiveDisplay:
             self.draw(picture)
 
     def picture(self) -> bytes:
-        """Draw the curves as a PNG; b"" before the second step, and where they cannot be drawn."""
+        """Draw the curves as a PNG, without the list of symptoms, which the block above has; b"" before the second step, and where they cannot be drawn."""
         if len(self.rows) < 2:
             return b""
         try:
-            return curves.png(curves.panel(self.rows, marks=self._watch.marks))
+            return curves.png(curves.panel(self.rows, marks=self._watch.marks, listed=False))
         except Exception:  # a picture is no reason to lose a run
             log.exception("the curves could not be drawn")
             return b""

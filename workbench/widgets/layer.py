@@ -715,7 +715,7 @@ class ClusterTable(Layer):
 
 
 class CurvePlots(Layer):
-    """The widget of a figure of curves: its script asks for all `columns`, again when `version` changes, and for a
+    """The widget of a figure of curves: its script asks for the `columns` of the picked runs, again when `version` changes, and for a
     step's `samples`.
     """
 
@@ -737,7 +737,8 @@ class CurvePlots(Layer):
         """
         plots = self._figure.plots
         if request["kind"] == "columns":
-            return {"kind": "columns", **plots.columns(tuple(map(str, request.get("keys") or ())))}
+            keys, names = (tuple(map(str, request.get(what) or ())) for what in ("keys", "names"))
+            return {"kind": "columns", **plots.columns(keys, names)}
         number, step = int(request["run"]), int(request["step"])
         html = plots.samples(number, step)._repr_html_()
         code = f"wb.views.samples({name_of(list(plots.runs.values())[number], 'run')}.traces[{step}])"

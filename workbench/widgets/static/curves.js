@@ -69,11 +69,11 @@ function plotted(plot, all, look, on) {
   host.addEventListener("mouseleave", () => { look.pointed = null; });
   const words = [...new Set(plot.lines.map((line) => line.words))];
   const head = make("div", { class: "wb-plot-head" }, make("b", { title: plot.title }, plot.title));
-  const node = make("section", { class: "wb-plot" }, head, host);
-  (words.length > 1 ? node : head).append(values);
+  const notes = make("ol", { class: "wb-marks" });
+  const node = make("section", { class: "wb-plot" }, head, host, notes);
+  if (words.length > 1) notes.before(values); else head.append(values);
   let drawn = null, marks = [], lines = [];
 
-  const shown = () => plot.lines.filter((line) => !look.hidden.has(line.run));
   const positive = (column) => (look.log ? column.map((value) => (value > 0 ? value : null)) : column);
 
   // a faint line of the step's own numbers under the strong one of their mean
@@ -123,7 +123,7 @@ function plotted(plot, all, look, on) {
     const inside = (step) => step >= u.scales.x.min && step <= u.scales.x.max;
     ctx.save();
     ctx.fillStyle = look.ink.text(0.6);
-    const traced = new Set(all.runs.flatMap((run, at) => (look.hidden.has(at) ? [] : run.traces)));
+    const traced = new Set(all.runs.flatMap((run) => run.traces));
     traced.forEach((step) => { if (inside(step)) ctx.fillRect(pixel(step) - 1, bbox.top + bbox.height - 5, 2, 5); });
     ctx.strokeStyle = look.ink.line("#b4402a", 0.8);
     ctx.setLineDash([4, 4]);
@@ -142,7 +142,7 @@ function plotted(plot, all, look, on) {
 
   function build() {
     if (drawn) drawn.destroy();
-    lines = shown();
+    lines = plot.lines;
     const { faint, columns } = data();
     const axis = { stroke: () => look.ink.text(0.8), grid: { stroke: () => look.ink.text(0.12), width: 1 }, ticks: { show: false }, font: "11px sans-serif" };
     drawn = new uPlot({
@@ -200,7 +200,7 @@ function plotted(plot, all, look, on) {
   // held-out values are measured at few steps: between them the last one stands
   const valueOf = (line, at) => (line.dots ? line.values.slice(0, at + 1).findLast((value) => value !== null) ?? null : line.values[at]);
   const self = {
-    node, build, zoomed, nearest, host,
+    node, notes, build, zoomed, nearest, host,
     size: () => { if (drawn && host.clientWidth && host.clientWidth !== drawn.width) drawn.setSize({ width: host.clientWidth, height: HEIGHT }); },
     zoom: (min, max) => { if (drawn.scales.x.min !== min || drawn.scales.x.max !== max) drawn.setScale("x", { min, max }); },
     show(at, quiet) {  // the cursor at a step, and the values there above the plot
@@ -243,7 +243,7 @@ function render({ model, el }) {
   const cards = make("div", { class: "wb-samples-below" });
   const root = make("div", { class: "wb wb-curves" }, bar, readout, grid, flat, notes, make("div", {}, problem, code), cards);
   el.append(root);
-  const look = { smooth: 0, log: false, hidden: new Set(), pointed: null, ink: inks(root) };
+  const look = { smooth: 0, log: false, picked: [], pointed: null, ink: inks(root) };
   let all = null, plots = [], at = 0, span = [], opened = 0, keys = [], kind = "", loads = 0;
 
   const read = (plot) => { readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`; };
@@ -265,7 +265,7 @@ function render({ model, el }) {
       const asked = ++opened, step = all.steps[index];
       problem.textContent = "";
       try {
-        const found = await talk.ask({ kind: "samples", run, step });
+        const found = await talk.ask({ kind: "samples", run: all.runs[run].place, step });
         if (asked !== opened) return;
         code.textContent = found.code;
         fromViews(cards, found.html);
@@ -314,13 +314,18 @@ function render({ model, el }) {
       } });
     const log = make("input", { type: "checkbox", title: "logarithmic scale: values of 0 and below are not drawn",
       onchange: () => { look.log = log.checked; rebuild(); } });
-    const runs = all.runs.length < 2 ? [] : all.runs.map((run, index) => {
-      const box = make("input", { type: "checkbox", checked: true, title: "show this run", onchange: () => {
-        if (box.checked) look.hidden.delete(index); else look.hidden.add(index);
-        rebuild();
-      } });
-      return make("label", {}, box, swatch(look.ink.line(run.colour)), run.name);
-    });
+    // the runs that can be drawn, those that are come first; a run keeps its colour
+    const drawn = new Set(all.runs.map((run) => run.place));
+    const box = (run, place) => make("label", {}, make("input", { type: "checkbox", value: String(place), checked: drawn.has(place), title: "draw this run", onchange: (event) => {
+      const picked = [...root.querySelectorAll(".wb-pick input:checked")];
+      if (!picked.length) { event.target.checked = true; return; }  // one is drawn at least
+      look.picked = picked.map((one) => all.names[Number(one.value)]);
+      load();
+    } }), swatch(look.ink.line(run.colour)), run.name);
+    const boxes = all.known.map(box);
+    const rest = boxes.filter((_, place) => !drawn.has(place));
+    const more = rest.length && make("details", {}, make("summary", {}, `${rest.length} more ${rest.length === 1 ? "run" : "runs"}`), rest);
+    const runs = all.known.length < 2 ? [] : [make("div", { class: "wb-pick", role: "group", ariaLabel: "runs to draw" }, boxes.filter((_, place) => drawn.has(place)), more || null)];
     const chosen = make("input", { type: "search", size: 24, placeholder: "metrics: KL, critic/*", ariaLabel: "metrics to draw",
       title: "titles, metrics and patterns, with commas between them; empty: the main ones",
       onchange: () => { keys = chosen.value.split(",").map((one) => one.trim()).filter(Boolean); load(); } });
@@ -341,7 +346,7 @@ function render({ model, el }) {
   async function load() {
     const mine = ++loads;
     try {
-      const found = await talk.ask({ kind: "columns", keys });
+      const found = await talk.ask({ kind: "columns", keys, names: look.picked });
       if (mine !== loads) return;
       problem.textContent = "";
       take(found);
@@ -377,7 +382,11 @@ function render({ model, el }) {
     plots.forEach((one) => one.last());
     plots.forEach((one) => one.show(at, true));
     if (plots.length) read(look.pointed || plots[0]);
-    notes.replaceChildren(...all.marks.map((mark) => make("li", {}, mark.text)));
+    // a symptom stands under the curve of its metric, or under all
+    const note = (mark) => make("li", { value: all.marks.indexOf(mark) + 1 }, mark.text);
+    const under = (mark) => all.plots.findIndex((plot) => plot.lines.some((line) => line.name === mark.metric));
+    plots.forEach((one, number) => one.notes.replaceChildren(...all.marks.filter((mark) => under(mark) === number).map(note)));
+    notes.replaceChildren(...all.marks.filter((mark) => under(mark) < 0).map(note));
     if (!first) return;
     sizes.observe(grid);
     watch.observe(document.body, { attributes: true });
