@@ -589,8 +589,12 @@ def run(run: Run) -> doc.Part:
     pairs += [("symptom", f"{one}  {one.course}") for one in shown_by(rows)] + [("note", note) for note in run.notes]
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
-    if state in ("stopped", "died"):
-        pairs.append(("train on", f"{goes_on(run.path)}, {kept_until(run.path)}"))
+    if state in ("stopped", "died"):  # the first that is read in the morning
+        pairs.insert(0, ("train on", f"{goes_on(run.path)}, {kept_until(run.path)}"))
+    if state == "died":
+        pairs.insert(
+            0, ("what happened", "its process ended without closing the run: killed, out of memory, or restarted")
+        )
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
 
