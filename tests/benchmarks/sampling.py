@@ -1,5 +1,8 @@
 """What a rollout's tokens cost: ways to decode, rows of mixed lengths, and draws. CPU seconds, one thread, alternating.
 
+    PYTHONPATH=. python tests/benchmarks/sampling.py
+    PYTHONPATH=. python tests/benchmarks/sampling.py --limit MODEL      # one token of all rows beside what the processor could do
+
 Prints tables; `tests/benchmarks/README.md` has the last ones, with date and machine.
 """
 
@@ -18,7 +21,8 @@ from torch import Tensor
 
 from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine.caches import SharedPrefix
-from workbench.engines.local_engine.sampling import draw
+from workbench.engines.local_engine.products import product
+from workbench.engines.local_engine.sampling import HeldRows, draw
 
 WAYS = ("lean", "shared prompts", "own cache")
 
@@ -54,13 +58,85 @@ def sorted_draw(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) ->
     return torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
 
 
+def cpu_seconds(function: Callable[[], Any], times: int = 5) -> float:
+    """Median CPU seconds of a call, after one that warms up."""
+    function()
+    spent = []
+    for _ in range(times):
+        began = time.process_time()
+        function()
+        spent.append(time.process_time() - began)
+    return median(spent)
+
+
+def limits(model: str, rows: Sequence[int]) -> None:
+    """Milliseconds of a decode step and of its draws, beside what its products take at the rate of a large product, what its
+    weights take to be read at the rate of a sum over 256 MB, and what its products take one by one, all in turn."""
+    step, advance = SharedPrefix.step, HeldRows.advance
+    sides: dict[str, dict[str, Any]] = {
+        "float32": {},
+        "bfloat16": {"dtype": "bfloat16"},
+        "LoRA, float32": {"lora_rank": 16},
+    }
+    for name, settings in sides.items():
+        engine = local(model, device="cpu", threads=1, decode="lean", self_check=False, **settings)
+        kind = torch.bfloat16 if name == "bfloat16" else torch.float32
+        weights = [
+            p.detach().to(kind) for key, p in engine._model.named_parameters() if p.dim() == 2 and "lora" not in key
+        ]
+        big, left, right = torch.zeros(1 << 26), torch.randn(1024, 1536).to(kind), torch.randn(1536, 1536).to(kind)
+        for count in rows:
+            asked, found = requests(max(1, count // 8), 60, [24] * count), []
+            states = [torch.randn(count, one.shape[1]).to(kind) for one in weights]
+            for _ in range(3):
+                spent: dict[str, list[float]] = {"step": [], "draw": []}
+                SharedPrefix.step = timed(step, spent["step"])  # type: ignore[method-assign]
+                HeldRows.advance = timed(advance, spent["draw"])  # type: ignore[method-assign]
+                engine.sample_many(asked)
+                took = {part: median(each[1:]) for part, each in spent.items()}
+                rate = 2 * 1024 * 1536**2 / cpu_seconds(partial(product, left, right))
+                took["compute"] = 2 * sum(one.numel() for one in weights) * count / rate
+                read = sum(one.nbytes for one in weights)
+                took["read"] = read * cpu_seconds(big.sum, 3) / big.nbytes
+                took["products"] = cpu_seconds(partial(multiplied, states, weights), 3)
+                share = max(took["compute"], took["read"]) / (took["step"] + took["draw"])
+                found.append((share, took))
+            share, took = sorted(found, key=lambda one: one[0])[1]
+            shown = ", ".join(f"{part} {value * 1e3:.1f}" for part, value in took.items())
+            print(f"{name}, {count} rows: {share:.2f} of the limit; ms: {shown}", flush=True)
+        SharedPrefix.step, HeldRows.advance = step, advance  # type: ignore[method-assign]
+
+
+def multiplied(states: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The product of each pair."""
+    return [product(one, other) for one, other in zip(states, weights, strict=True)]
+
+
+def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    """The function, which adds the CPU seconds of each call to `spent`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        result = function(*args, **kwargs)
+        spent.append(time.process_time() - began)
+        return result
+
+    return run
+
+
 def main() -> None:
     """All tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument(
+        "--limit", metavar="MODEL", help="the folder of a model: its decode steps beside the processor's limit"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.limit:
+        limits(options.limit, (8, 64))
+        return
     engines = {way: local("data/tiny-arith", device="cpu", decode=way) for way in WAYS}
     for length in (45, 64, 448):
         asked = requests(8, length, [32] * 64)
