@@ -507,7 +507,7 @@ def test_a_status_of_a_cluster_with_gpus_says_what_no_gpu_has_run(monkeypatch: p
         monkeypatch.setattr(status, "nodes", lambda gpus=gpus: [node("a", 4, gpus)])
         shown = status.look(cluster, {}, list)
         assert shown.notes == expected and all(one in repr(shown) for one in expected)
-    guide = Path("docs/guide/gpu.md").read_text(encoding="utf-8")
+    guide = Path("docs/guide/first-gpu.md").read_text(encoding="utf-8")
     assert all(f"| {one} |" in guide for one in status.UNPROVEN)
 
 

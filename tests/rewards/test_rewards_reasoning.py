@@ -114,6 +114,6 @@ def test_tags_that_are_special_tokens_end_reasoning_too() -> None:
 def test_tags_that_no_reward_sees_are_said_before_a_run(caplog: pytest.LogCaptureFixture) -> None:
     rows = wb.rows([{"prompt": "6 * 7?", "answer": "42"}])
     sampler: Any = Says("x", special=("<think>", "</think>"))
-    ((what, said),) = _prompts([rows], Rollout(sampler))
+    ((what, said),) = _prompts([rows], Rollout(sampler), ratios=True)
     assert what == "special tokens" and "<think>, </think> are special tokens" in said and said in caplog.text
-    assert _prompts([rows], Rollout(sampler, sampling=SAMPLING.replace(skip_special_tokens=False))) == []
+    assert _prompts([rows], Rollout(sampler, sampling=SAMPLING.replace(skip_special_tokens=False)), ratios=True) == []

@@ -76,8 +76,8 @@ def test_samples_worst_first_with_what_the_reward_saw() -> None:
 
 def test_groups() -> None:
     frame = SampleIndex(judged()).groups
-    assert frame["samples"].tolist() == [2, 1] and frame["mean"].tolist() == [0.5, 0.0]
-    assert frame["std"][0] == pytest.approx(0.7071, abs=1e-4)
+    assert frame["samples"].tolist() == [2, 1] and frame["reward_mean"].tolist() == [0.5, 0.0]
+    assert frame["reward_std"][0] == pytest.approx(0.7071, abs=1e-4)
 
 
 def test_hostile_batches_stay_text() -> None:

@@ -321,7 +321,8 @@ def step_groups(batch: DataProto) -> list[StepGroup]:
     if "response_text" not in batch or not len(batch):
         return []
     index = _judged(batch)
-    order = index.groups.sort_values("std", ascending=False, kind="stable") if "std" in index.groups else index.groups
+    groups = index.groups
+    order = groups.sort_values("reward_std", ascending=False, kind="stable") if "reward_std" in groups else groups
     members = {group: index.frame[index.frame["group"] == group] for group in order.index[:GROUPS]}
     known = {
         group: rows["reward"].dropna().sort_values(kind="stable") for group, rows in members.items() if "reward" in rows
