@@ -567,7 +567,7 @@ def test_an_episode_whose_user_failed_is_no_judgement(rows: Any, overlapped: boo
 def test_where_every_user_failed_the_step_ends(rows: Any) -> None:
     stage, batch = broken_users(rows, ["!", "!"])
     with pytest.raises(
-        ForeignError, match="all 2 episodes broke; found generate_response: ValueError: the user hung up"
+        ForeignError, match="all 2 episodes failed; found generate_response: ValueError: the user hung up"
     ):
         stage(batch)
 

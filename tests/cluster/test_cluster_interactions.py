@@ -114,7 +114,7 @@ def test_an_actor_that_hangs_costs_its_rows_and_one_that_is_gone_ends_the_step(a
     loop: Any = slow.loops.named(None)
     loop.seconds_per_call = 0.3
     with pytest.raises(
-        ForeignError, match="all 4 episodes broke; found start_interaction: TimeoutError: no answer within 0.3"
+        ForeignError, match="all 4 episodes failed; found start_interaction: TimeoutError: no answer within 0.3"
     ):
         slow(batch(2, hold=0.5))
     # conversations were given up on before they began, and are ended
@@ -127,5 +127,5 @@ def test_an_actor_that_hangs_costs_its_rows_and_one_that_is_gone_ends_the_step(a
     assert f"generate_response: TimeoutError: no answer within {limit:g} s" in found["agent_extra"][2]["errors"][0]
     assert ray.get(actor.standing.remote())["open"] == 0
     ray.kill(actor)
-    with pytest.raises(ForeignError, match="all 4 episodes broke; found start_interaction: ActorDiedError"):
+    with pytest.raises(ForeignError, match="all 4 episodes failed; found start_interaction: ActorDiedError"):
         rollout(actor, "gone")(batch(2))

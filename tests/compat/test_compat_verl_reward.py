@@ -281,7 +281,7 @@ def test_every_combination_opens_or_says_which_key_it_cannot_honour(
             bool(workers) and (own or (manager == "batch" and bool(function) and (not model or asking))),
         ]
         if any(refused):
-            with pytest.raises(SettingError, match="cannot be honoured here:\n- (reward_|sandbox_|num_)"):
+            with pytest.raises(SettingError, match="are not supported by workbench:\n- (reward_|sandbox_|num_)"):
                 reward_from(block, tokenizer=Letters(), roots=(str(tmp_path),))
             continue
         reward = reward_from(block, tokenizer=Letters(), roots=(str(tmp_path),))

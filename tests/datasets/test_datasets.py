@@ -114,7 +114,7 @@ def test_a_split_by_share() -> None:
     rest, held = rows(10).split(0.2)
     assert (len(rest), len(held)) == (8, 2)
     for wrong in (0, 10, 0.0):
-        with pytest.raises(DataError, match="rows on both sides.*hold out fewer: a number from 1 to 9"):
+        with pytest.raises(DataError, match="rows in both parts.*hold out fewer: a number from 1 to 9"):
             rows(10).split(wrong)
 
 

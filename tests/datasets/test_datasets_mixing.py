@@ -344,5 +344,5 @@ def test_growing_rows_adapt_too(tmp_path: Path) -> None:
     for wrong in ({"max_rows": 0}, {"on_bad_row": "x"}):
         with pytest.raises(DataError):
             growing(rows(4), **wrong)
-    with pytest.raises(DataError, match="adaptive rows, which go outermost"):
+    with pytest.raises(DataError, match="adaptive rows, which cannot be a part of other rows"):
         growing(made)

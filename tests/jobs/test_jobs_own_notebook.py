@@ -136,8 +136,8 @@ def test_what_is_refused_leaves_no_folder(
         (["train", str(path), "-k", "nope"], "option -k nope; expected a kernel of this machine"),
         (["train", str(path), "-p", "stpes=3"], "did you mean 'steps'"),
         (["train", str(path), "-p", "steps=x"], "whole number"),
-        (["train", "text.ipynb"], "text.ipynb is no notebook; expected JSON"),
-        (["train", "list.ipynb"], "list.ipynb is no notebook"),
+        (["train", "text.ipynb"], "text.ipynb is not a notebook; expected JSON"),
+        (["train", "list.ipynb"], "list.ipynb is not a notebook"),
         (["train", "nowhere.ipynb"], "no notebook at"),
     ):
         assert cli.main(words) == REFUSED

@@ -147,7 +147,7 @@ def test_overrides_have_verls_names_or_ours() -> None:
     assert "algorithm.group_size" not in small and small["data.max_response_length"] == 16
     with pytest.raises(SettingError, match="did you mean 'train_batch_size'"):
         job.with_settings(train_batchsize=1)
-    with pytest.raises(SettingError, match="is several settings"):
+    with pytest.raises(SettingError, match="fits several settings"):
         job.with_settings(param_offload=True)
 
 

@@ -113,7 +113,7 @@ def test_without_a_login_or_with_a_wrong_one_nothing_is_done(hub: FakeHub, run: 
     with pytest.raises(RunError, match=r"needs a login.*hf auth login"):
         run.publish("me/model")
     login.write_text("hf_wrong")
-    with pytest.raises(RunError, match="the hub does not take the login") as caught:
+    with pytest.raises(RunError, match="the hub refuses the login") as caught:
         run.publish("me/model")
     assert "hf_wrong" not in str(caught.value) and not hub.repos
     login.write_text(TOKEN)

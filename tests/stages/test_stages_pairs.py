@@ -80,7 +80,7 @@ def test_the_metrics_by_hand() -> None:
     # halves of a mini-batch add up to it: its own counts are the whole's
     halves = [loss({"values": values[at]}, batch[at], LossCounts(tokens=4, sequences=4)).loss for at in (slice(0, 2), slice(2, 4))]  # fmt: skip
     assert sum(halves).item() == pytest.approx(expected)
-    with pytest.raises(PipelineError, match="expected an even one"):
+    with pytest.raises(PipelineError, match="expected an even number"):
         loss({"values": values[:1]}, batch[:1], LossCounts(tokens=1, sequences=1))
 
 

@@ -557,7 +557,7 @@ class PolicySession:
             self.failure = cause
             raise
         if any(one.finish_reason == "abort" for one in samples):
-            raise Refusal(500, "the engine gave up sampling this answer")
+            raise Refusal(500, "the engine stopped before this answer was complete")
         if any(one.ids and not one.tops for one in samples if wanted):
             why = f"top_logprobs: {type(self.policy.sampler).__name__} does not give the likeliest tokens; expected 0"
             raise Refusal(400, why, "unsupported", "top_logprobs")
@@ -569,7 +569,7 @@ class PolicySession:
         most = self.limits.max_assistant_turns
         if most is not None and self._turns >= most:
             self._refused("turns")
-            raise Refusal(400, f"the episode has had its {most} answers (max_assistant_turns)", "turn_limit_exceeded")
+            raise Refusal(400, f"the episode already has {most} answers (max_assistant_turns)", "turn_limit_exceeded")
         self._turns += 1
 
     def _refused(self, reason: str) -> None:

@@ -192,7 +192,7 @@ class EpisodeStepper(Shown):
         needed = len(self.asked) or 1
         if len(texts) != needed or not all(isinstance(one, str) for one in texts):
             expected = f"{needed} texts, one for each call in .asked" if needed > 1 else "a text"
-            raise SettingError(f"words for the {self.next_role}'s turn", expected=expected, found=describe(text))
+            raise SettingError(f"text for the {self.next_role}'s turn", expected=expected, found=describe(text))
         words = self._by_hand(texts[0], end) if self.next_role == "assistant" else None
         self._run_step(lambda: self._put(texts, words, end), samples=words is not None and not end)
         return self

@@ -293,11 +293,11 @@ class TurnTokens:
         new = self._with_id({"role": role, "content": _NEW, **({"name": "tool"} if role == "tool" else {})}, 0)
         (delta, begins), (longer, _) = (self._delta_after(earlier, new) for earlier in ([_QUESTION], _EARLIER))
         if _NEW not in delta:
-            raise DataError("a template that leaves the new turn out, or writes it before the answer")
+            raise DataError("the chat template leaves the new turn out, or writes it before the answer")
         if longer != delta:
-            raise DataError("a template that writes the turn differently in a longer conversation")
+            raise DataError("the chat template writes the turn differently in a longer conversation")
         if not begins:
-            raise DataError("a template whose answers begin differently from its generation prompt")
+            raise DataError("the chat template begins an answer differently from its generation prompt")
         return delta[max(delta.find(self._tokenizer.eos_token or _NEW), 0) :]
 
     def _delta_after(self, earlier: Sequence[Message], new: Message) -> tuple[str, bool]:
@@ -313,7 +313,7 @@ class TurnTokens:
             return self._behind_call(earlier, [new], "")[1], _bare_text(head).startswith(_bare_text(opened))
         text = self._render([*earlier, {"role": "assistant", "content": _ANSWER}, new], generation=True)
         if text.count(_ANSWER) != 1:
-            raise DataError(f"a template that writes an answer {text.count(_ANSWER)} times")
+            raise DataError(f"the chat template writes an answer {text.count(_ANSWER)} times")
         head, _, delta = text.partition(_ANSWER)
         return delta, opened.startswith(head) or _bare_text(opened) == _bare_text(head)
 

@@ -94,7 +94,7 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
     block = read_block(settings)
     parameters = _handed_parameters(block, roots)
     if impossible := [f"\n- {line}" for line in (*cannot(block), *contradictions(block, parameters))]:
-        raise SettingError(f"these reward settings cannot be honoured here:{''.join(impossible)}")
+        raise SettingError(f"these reward settings are not supported by workbench:{''.join(impossible)}")
     function = _function(block, parameters, roots)
     scorer = _scorer(block, function, parameters)
     if isinstance(scorer, RewardModel) and block.get("reward_manager.name", "naive") == "naive":

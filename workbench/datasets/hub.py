@@ -44,7 +44,7 @@ class Named:
             raise DataError(unknown(f"config or split of {self.name}", self.part, splits))
         if len(meant) > 1:
             do = f"take one: wb.rows({f'{self.name}:{next(iter(meant))}'!r})"
-            raise DataError(f"{self.name} has several splits", expected="one", found=", ".join(meant), do=do)
+            raise DataError(f"{self.name} has several splits", expected="one split", found=", ".join(meant), do=do)
         return meant
 
     def files(self) -> Iterator[tuple[str, Path]]:

@@ -242,7 +242,7 @@ def check_part(part: Any, what: str) -> Rows:
     if isinstance(part, Composite) and part.learns:
         kind = type(part).__name__.lower()
         do = f"make the mix or the stages first, then wb.datasets.{kind}(…)"
-        raise DataError(f"{what} is {kind} rows, which go outermost", do=do)
+        raise DataError(f"{what} is {kind} rows, which cannot be a part of other rows", do=do)
     if not len(part):
         raise DataError(f"{what} has no rows")
     return part

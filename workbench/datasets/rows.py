@@ -197,7 +197,7 @@ class Rows(Shown):
                 if len(groups) > 1
                 else "add prompts"
             )
-            raise DataError("split into training and held-out rows", expected="rows on both sides", found=there, do=do)
+            raise DataError("split into training and held-out rows", expected="rows in both parts", found=there, do=do)
         rest = [index for index in range(len(self)) if index not in taken]
         return self.select(rest), self.select(sorted(taken))
 
@@ -669,7 +669,7 @@ def _only_split(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:
         raise DataError("data for wb.rows", expected=_ANYTHING, found=describe(x))
     if len(x) > 1:
         do = f"take one: wb.rows(x[{next(iter(x))!r}])"
-        raise DataError("a DatasetDict has several splits", expected="one", found=", ".join(map(str, x)), do=do)
+        raise DataError("a DatasetDict has several splits", expected="one split", found=", ".join(map(str, x)), do=do)
     return next(iter(x.items()))
 
 

@@ -359,7 +359,7 @@ def paired(
     take weights.
     """
     if learner is sampler:
-        raise EngineError("arguments of paired()", expected="two engines", found="one twice", do="use it alone")
+        raise EngineError("arguments of paired()", expected="two engines", found="the same twice", do="use it alone")
     if isinstance(sampler, can.Pairable):
         sampler.check_paired()
     if share_device and not isinstance(sampler, can.Sleeper):

@@ -93,7 +93,7 @@ class Pages:
     def __init__(self, source: str | Path, written: set[str] | None = None) -> None:
         if is_address(source):
             do = f"wb.load_run({str(source)!r}).fetch() copies a run: look at the copy"
-            raise RunError(f"{source} is no folder of this machine", do=do)
+            raise RunError(f"{source} is not a folder of this machine", do=do)
         self.source, self.written = Path(source).resolve(), written
         self.dump: Any = None
         self._one = is_run(self.source)
@@ -426,7 +426,7 @@ def write_folder(source: str | Path, output: str | Path | None = None, *, limit:
     inside = pages.source if pages.source.is_dir() else pages.source.with_suffix("")
     target = Path(output) if output is not None else inside / "report" if pages.source.is_dir() else inside
     if target.is_dir() and any(target.iterdir()) and not (target / "index.html").is_file():
-        raise RunError(f"{target} has files, and is no report", do="name another folder with -o")
+        raise RunError(f"{target} has files, and is not a report", do="name another folder with -o")
     size, left, broken = 0, 0, list[str]()
     for path in pages.paths():
         if size > limit * 1e6 and "/step_" in path:

@@ -124,15 +124,15 @@ def _type_of(default: Any, name: str) -> str:
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """Read a notebook file as its JSON document. Raises `SettingError` where there is no file, or it is no notebook."""
+    """Read a notebook file as its JSON document. Raises `SettingError` where there is no file, or it is not a notebook."""
     if not path.is_file():
         raise SettingError(f"no notebook at {str(path)!r}", do="check the path")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as cause:
-        raise SettingError(f"{path} is no notebook", expected="JSON", found=first_line(cause)) from cause
+        raise SettingError(f"{path} is not a notebook", expected="JSON", found=first_line(cause)) from cause
     if not isinstance(document, dict) or not isinstance(document.get("cells"), list):
-        raise SettingError(f"{path} is no notebook", expected="a JSON object with cells", found=describe(document))
+        raise SettingError(f"{path} is not a notebook", expected="a JSON object with cells", found=describe(document))
     return document
 
 

@@ -179,7 +179,7 @@ def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
     notebook = Path(job["notebook"])
     if not notebook.is_file():
         do = "change to the directory in which the job was started"
-        raise RunError("the job's notebook is gone", found=f"no file {notebook}", do=do)
+        raise RunError("the job's notebook does not exist any more", found=f"no file {notebook}", do=do)
     names = {parameter.name for parameter in declared_parameters(notebook)}
     values = {name: value for name, value in job["parameters"].items() if name in names}
     values |= {"run": str(run), "resume": "auto"}

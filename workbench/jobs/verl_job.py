@@ -134,7 +134,9 @@ class VerlJob:
         fit = ours[:1] or [key for key in theirs if key in canonical(self.settings)] or theirs
         if len(fit) > 1:
             raise SettingError(
-                f"override {name!r} is several settings", found=", ".join(fit[:6]), do='give one whole: **{"…": value}'
+                f"override {name!r} fits several settings",
+                found=", ".join(fit[:6]),
+                do='give one whole: **{"…": value}',
             )
         if not fit:
             raise SettingError(

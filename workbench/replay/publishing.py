@@ -130,7 +130,7 @@ def _logged_in(owner: str) -> str:
     try:
         me = HfApi().whoami()
     except Exception as cause:
-        raise RunError("the hub does not take the login", found=shown(first_line(cause)), do=do) from cause
+        raise RunError("the hub refuses the login", found=shown(first_line(cause)), do=do) from cause
     owners = [me["name"], *(one["name"] for one in me.get("orgs", ()))]
     if owner not in owners:
         raise RunError("no permission to publish", expected=f"a name of {', '.join(owners)}", found=owner, do=do)

@@ -522,7 +522,7 @@ def read(samples: Any) -> Samples:
 def _only_label(samples: Samples) -> str:
     if len(samples.labels) != 1:
         found = ", ".join(samples.labels) or "neither best answers nor ratings"
-        raise SettingError("the truth of samples", expected="best answers, or label=…", found=found)
+        raise SettingError("ground truth of the samples", expected="best answers, or the argument label", found=found)
     return next(iter(samples.labels))
 
 

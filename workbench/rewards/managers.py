@@ -38,7 +38,7 @@ def register(name: str, *, replace: bool = False) -> Callable[[type[Any]], type[
     """
     if getattr(MANAGERS.get(name), "__module__", None) == __name__ and not replace:
         do = f"choose another name, or write @register({name!r}, replace=True)"
-        raise RewardError(f"reward manager {name!r} is workbench's own", expected="a name of yours", do=do)
+        raise RewardError(f"reward manager {name!r} is workbench's own", expected="another name", do=do)
 
     def known(kind: type[Any]) -> type[Any]:
         MANAGERS[name] = kind

@@ -345,7 +345,7 @@ class Pins(Shown):
         if not self.path.is_file():
             raise DataError(f"there is no pins file {str(self.path)!r}", do="check the path, or pin a row first")
         if isinstance(reward, Mapping | list | tuple):
-            raise DataError("pins are checked by one reward", found=describe(reward), do="call check once per reward")
+            raise DataError("reward of check", expected="one", found=describe(reward), do="call check once per reward")
         run = dry_run([reward], self)
         (name, judged), *_ = run.judged.items()
         results = []
@@ -601,9 +601,9 @@ def _parse_pin(place: str, raw: bytes) -> Pin:
     except (ValueError, RecursionError) as cause:
         merge = raw[:7] in (b"<<<<<<<", b"=======", b">>>>>>>")
         do = "resolve the git merge conflict: keep the lines of both sides" if merge else "repair or delete the line"
-        raise DataError(f"{place} is no pin", found=first_line(cause), do=do) from cause
+        raise DataError(f"{place} is not a pin", found=first_line(cause), do=do) from cause
     if not isinstance(document, dict):
-        raise DataError(f"{place} is no pin", expected="a JSON object", found=describe(document))
+        raise DataError(f"{place} is not a pin", expected="a JSON object", found=describe(document))
     with boundary(f"{place}: reading a pin", DataError):
         return _restored(place, decode(document))
 

@@ -167,7 +167,7 @@ class Evaluation(Shown):
         moved = [mine[key] - theirs[key] for key in mine if key in theirs]
         if not moved:
             found = f"{len(mine)} and {len(theirs)} prompts, none in both"
-            raise DataError("evaluations to compare", expected="of the same rows", found=found)
+            raise DataError("evaluations to compare", expected="evaluations of the same rows", found=found)
         mean, half = _mean(moved), half_width(moved)
         return Estimate(mean, mean - half, mean + half, len(moved), "Student's t, paired by prompt")
 

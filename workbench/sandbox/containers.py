@@ -230,7 +230,7 @@ def answering(engine: str | None = None) -> str:
         else:
             return name
     do = "install and start Podman or Docker, or use sandbox.local(), which needs neither"
-    raise SandboxError("no container engine can be used here", expected="one", found="; ".join(reasons), do=do)
+    raise SandboxError("no container engine works", expected="Podman or Docker", found="; ".join(reasons), do=do)
 
 
 def output_of(command: Sequence[str], stdin: bytes = b"", *, seconds: float = _SECONDS) -> bytes:

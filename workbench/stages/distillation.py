@@ -62,7 +62,7 @@ class TeacherLogProb(LogProb):
         odd = [one for one in self._teachers.values() if top_k and not isinstance(one, GivesTops)]
         if odd:
             do = "take the reference() of a local engine, or estimator='sampled' without top_k"
-            raise EngineError("teacher with top_k", expected="a model with whole distributions", found=odd[0], do=do)
+            raise EngineError("teacher with top_k", expected="log-probs of all tokens", found=odd[0], do=do)
 
     def __call__(self, batch: DataProto) -> Outcome:
         """Return the same B rows with the teacher's log-probs."""
@@ -202,7 +202,7 @@ class Divergence(Settings):
             do = "pass a local engine's reference(), or set top_k= or estimator='sampled'"
             fits = isinstance(self.teacher, WholeTeacher)
             require(
-                fits, "teacher of Divergence", expected="a model with whole distributions", found=self.teacher, do=do
+                fits, "teacher of Divergence", expected="a model with all tokens' log-probs", found=self.teacher, do=do
             )
 
     @property
@@ -261,7 +261,7 @@ class Divergence(Settings):
         mask, log_probs = loss_mask(rows), outputs["log_probs"]
         if self.estimator == "full" and "compared" not in outputs:
             do = "learn with engines.local(…), or set estimator='sampled'"
-            raise PipelineError("this learner does not compare whole distributions", do=do)
+            raise PipelineError("this learner cannot compare distributions over the whole vocabulary", do=do)
         kind = "k1+" if self.estimator == "sampled" else self.estimator
         full = self.estimator == "full"
         estimates = outputs["compared"] if full else kl_penalty(log_probs, rows[self.against], kind)

@@ -152,7 +152,7 @@ class EpisodeRollout(Rollout):
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
-            raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
+            raise ForeignError(f"all {len(whys)} episodes failed", found=whys[0], do=do)
         return every
 
     def _cut_and_report(self, tell: Callable[..., None], index: int, outputs: Sequence[AgentLoopOutput]) -> Sequences:

@@ -229,7 +229,7 @@ class Preference(Settings):
             do = (
                 "take rows as stages.AnswerPairs writes them, and an engine that does not split pairs: engines.local(…)"
             )
-            raise PipelineError("number of rows of preference pairs", expected="an even one", found=len(rows), do=do)
+            raise PipelineError("number of rows of preference pairs", expected="an even number", found=len(rows), do=do)
         mask, log_probs = loss_mask(rows), outputs["log_probs"]
         of_rows = torch.where(mask.bool(), log_probs, 0.0).sum(-1)
         deltas = of_rows - (rows["ref_log_prob"] * mask).sum(-1) if self.uses_reference else of_rows

@@ -94,7 +94,7 @@ class BradleyTerry(Settings):
         each row's reward."""
         if len(rows) % 2:
             do = "take rows as stages.Pairs writes them, and an engine that does not split pairs: engines.reward_model(…)"
-            raise PipelineError("number of rows of preference pairs", expected="an even one", found=len(rows), do=do)
+            raise PipelineError("number of rows of preference pairs", expected="an even number", found=len(rows), do=do)
         scores = outputs["values"] * loss_mask(rows)
         chosen, rejected = scores.sum(-1).view(-1, 2).unbind(-1)
         losses = bradley_terry(chosen, rejected, rows[MARGIN][::2], self.center_rewards_coefficient)

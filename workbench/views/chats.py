@@ -33,7 +33,7 @@ def chat(thing: Chat) -> doc.Part:
         *(doc.line(doc.faint(note)) for note in thing.notes),
         doc.Either(lines, doc.Table(["you", *thing.sides], rows))
         if rows
-        else doc.line('nothing said yet: chat.ask("…")'),
+        else doc.line('no messages yet: chat.ask("…")'),
         *([doc.line(doc.small(kept))] if thing.kept else []),
     ]
 

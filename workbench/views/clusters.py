@@ -178,9 +178,7 @@ def fit(fit: Fit) -> doc.Part:
             if part.size
         ]
         rows.append([phase.name, "together", "", gib(phase.size)])
-    title = (
-        f"{fit.name} {verdict}: {gib(fit.needed)} of {gib(fit.available)} ({fit.source}) a process in its fullest phase"
-    )
+    title = f"{fit.name} {verdict}: {gib(fit.needed)} of {gib(fit.available)} ({fit.source}) a process, in its largest phase"
     how = f"  {fit.parameters:,} parameters, learner " + (
         "in one process" if where.alone else f"over {where.ranks} ranks"
     )
@@ -194,7 +192,7 @@ def fit(fit: Fit) -> doc.Part:
     ]
     if not fit:
         rated = [[one.name, f"{'−' if one.saved >= 0 else '+'}{gib(abs(one.saved))}", one.cost] for one in fit.choices]
-        lines.append(doc.Table(["what would help", "in the fullest phase", "cost"], rated))
+        lines.append(doc.Table(["what would help", "memory in the largest phase", "cost"], rated))
         lines.append(doc.line(f"  this fits: {fit.advice}" if fit.advice else "  no setting makes it fit: more GPUs"))
     return tuple(lines)
 

@@ -149,7 +149,7 @@ def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
     """Scale the plot of a single curve, and draw the spread recorded beside `x/mean`: `x/std`, or else `x/min` and
     `x/max`.
 
-    Returns {words for the band: the band}. The axis fits the means: a wide band gets at most three quarters of the
+    Returns {text for the band: the band}. The axis fits the means: a wide band gets at most three quarters of the
     height.
     """
     word, lows, highs = spread(run, name)
@@ -440,7 +440,7 @@ WORDS: Mapping[str, str] = {
     "critic/values/mean": "mean value",
     "critic/advantages/max": "largest advantage",
 }
-"""The main metrics, in this order → the words for them."""
+"""The main metrics, in this order → the text for them."""
 
 
 def panel(

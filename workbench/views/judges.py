@@ -23,9 +23,9 @@ _PLAIN = ("mean absolute error", "its constant", "Spearman", "truth's", "Fleiss"
 """Names of figures that are no shares, by how they begin."""
 _CONFIDENCE = {
     "stated": "as the judge states it",
-    "margin": "the margin of the numbers as a probability",
+    "margin": "the sigmoid of the difference between the two numbers",
     "votes": "the share of an item's verdicts that agree",
-    "size": "difference of the two highest numbers, no probability",
+    "size": "the difference between the two highest numbers, which is not a probability",
 }
 
 

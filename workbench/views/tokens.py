@@ -58,25 +58,25 @@ class Quantity:
 QUANTITIES: Mapping[str, Quantity] = {one.name: one for one in (
     Quantity("log_prob", "log-prob under the policy, nats", ("old_log_probs", "rollout_log_probs"), inverted=True),
     Quantity("ref_log_prob", "log-prob under the reference, nats", ("ref_log_prob",), inverted=True),
-    Quantity("kl", "log-prob under the policy less under the reference (k1), nats", ("old_log_probs", "ref_log_prob"),
+    Quantity("kl", "log-prob under the policy minus under the reference (k1), nats", ("old_log_probs", "ref_log_prob"),
              torch.sub, centre=0.0),
     Quantity("teacher_log_prob", "log-prob under the teacher, nats", ("teacher_log_probs",), inverted=True),
-    Quantity("teacher_difference", "log-prob under the teacher less under the sampler, nats",
+    Quantity("teacher_difference", "log-prob under the teacher minus under the sampler, nats",
              ("teacher_log_probs", "rollout_log_probs"), torch.sub, centre=0.0),
     Quantity("divergence", "divergence from the teacher, nats", ("divergence",)),
     Quantity("ratio", "probability after the update over before", ("new_log_probs", "old_log_probs"),
              lambda after, before: (after - before).exp(), centre=1.0),
     Quantity("clipped", "whether the surrogate was clipped", ("clipped",)),
     Quantity("advantage", "how much better than expected", ("advantages",), centre=0.0),
-    Quantity("return", "return from the token on", ("returns",), centre=0.0),
+    Quantity("return", "sum of the rewards from the token on", ("returns",), centre=0.0),
     Quantity("value", "the critic's value", ("values",), centre=0.0),
     Quantity("entropy", "entropy of the next-token distribution, nats", ("entropys",)),
     Quantity("reward", "reward on the token, KL penalty included", ("token_level_rewards", "token_level_scores"),
              centre=0.0),
-    Quantity("mask", "1: the model's own token", ("response_mask",)),
-    Quantity("loss_mask", "1: trained on; 0: rejected, or not the model's own", ("loss_mask",)),
+    Quantity("mask", "1: sampled by the model", ("response_mask",)),
+    Quantity("loss_mask", "1: trained on; 0: rejected, or not sampled by the model", ("loss_mask",)),
     Quantity("weight", "importance weight, trainer over sampler", ("rollout_is_weights",), centre=1.0),
-    Quantity("sampler_difference", "log-prob by the sampler less by the trainer, nats",
+    Quantity("sampler_difference", "log-prob by the sampler minus log-prob by the trainer, nats",
              ("rollout_log_probs", "old_log_probs"), torch.sub, centre=0.0),
     Quantity("influence", "influence on the probe", ("influence",), centre=0.0),
 )}  # fmt: skip
@@ -345,7 +345,7 @@ class Tokens(doc.View):
 
 Stretch: TypeAlias = tuple[bool, range, range]
 """Tokens of two responses: whether they are the same, and their indices in the first and in the second."""
-ALIGNED = "A token that both rows have stands once, the first row's colour above the second's; what differs is framed, first above second."
+ALIGNED = "A token that both rows have is drawn once, with the first row's colour above the second's; tokens that differ are framed, those of the first row above."
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Stretch]:
@@ -413,7 +413,7 @@ def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
     scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
-    marks = doc.faint(doc.small("struck: rejected · underlined: clipped · dotted: not the model's own · grey: prompt"))
+    marks = doc.faint(doc.small("struck: rejected · underlined: clipped · dotted: not sampled · grey: prompt"))
     return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
 
 
@@ -552,7 +552,7 @@ def sampler_logprob_diff(batch: DataProto) -> Figure:
     for version in versions.unique().tolist():
         counts, edges = torch.histogram(gaps[versions == version].double(), bins=61, range=(-edge, edge))
         right.stairs(counts.numpy(), edges.numpy(), label=f"version {version}")
-    right.set(xlabel="trainer less sampler, nats", ylabel="tokens", yscale="symlog")
+    right.set(xlabel="trainer minus sampler, nats", ylabel="tokens", yscale="symlog")
     right.legend(fontsize=8, frameon=False)
     mean = float(gaps.abs().mean()) if len(gaps) else 0.0
     title = f"{len(gaps):,} tokens: largest difference {edge:.2g} nats, mean {mean:.2g}"

@@ -103,7 +103,7 @@ class MCPServer:
                 self._owner.cancel()
             self._client = None
             late = f"MCP server {self.name!r} has not answered in {self.start_timeout:g} s"
-            raise ConnectionError(f'{late}; give it longer by "start_timeout" in its settings') from cause
+            raise ConnectionError(f'{late}; raise "start_timeout" in its settings') from cause
         try:
             async with asyncio.timeout(seconds):
                 return await ask(connection.result())

@@ -45,7 +45,7 @@ def response_request(body: bytes | Mapping[str, Any]) -> ResponseRequest:
     kind = form.get("type")
     more = [name for name in fields.get("include") or () if name not in _INCLUDED]
     if more:
-        raise Refusal(400, f"include: {more[0]} is not done here"[:300], "unsupported", "include")
+        raise Refusal(400, f"include: {more[0]} is not supported"[:300], "unsupported", "include")
     told = fields.get("instructions")
     messages = ([{"role": "system", "content": told}] if told else []) + _messages(fields.get("input"))
     tools, choice = [_tool(tool) for tool in fields.get("tools") or ()], fields.get("tool_choice")

@@ -385,4 +385,4 @@ def remote(url: str, model: str | Path, *, template_switches: Any = None, **sett
 
 def _successful(reply: Any) -> None:
     if not reply["success"]:
-        raise ValueError(f"the server reports no success: {str(reply)[:200]}")
+        raise ValueError(f"the server reports a failure: {str(reply)[:200]}")

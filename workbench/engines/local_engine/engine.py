@@ -281,7 +281,7 @@ class FrozenModel:
         if isinstance(self._engine, LocalEngine):
             return self._engine
         do = "open the teacher by engines.local(…), or take estimator='sampled'"
-        raise EngineError("whole distributions of a teacher", expected="a local engine", found=self._engine, do=do)
+        raise EngineError("all log-probs of a teacher", expected="a local engine", found=self._engine, do=do)
 
     def __repr__(self) -> str:
         return f"FrozenModel({self._engine!r})"

@@ -501,7 +501,7 @@ class Routing:
             result = forward(block, *arguments, **named)
         if choice.made is None:
             what = f"routing_replay with {type(block).__name__}"
-            raise EngineError(what, expected=f"a router that chooses by topk of {count} scores", found="another one")
+            raise EngineError(what, expected=f"a router that chooses by topk of {count} scores", found="another router")
         self._seen[layer] = choice.made
         return result
 

@@ -384,7 +384,7 @@ class Replicas(Forwarding):
         not depend on speed."""
         able = [number for number, serving in enumerate(self._serving) if serving and number not in refused]
         if not able:
-            raise WorkerLost(f"no engine of {self.name!r} is left to ask", do="call restart() to start them again")
+            raise WorkerLost(f"no engine of {self.name!r} is running", do="call restart() to start them again")
         home = self._homes.get(key)
         if home not in able:
             home = able[self._turn % len(able)]

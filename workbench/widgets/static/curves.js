@@ -327,7 +327,7 @@ function render({ model, el }) {
     const more = rest.length && make("details", {}, make("summary", {}, `${rest.length} more ${rest.length === 1 ? "run" : "runs"}`), rest);
     const runs = all.known.length < 2 ? [] : [make("div", { class: "wb-pick", role: "group", ariaLabel: "runs to draw" }, boxes.filter((_, place) => drawn.has(place)), more || null)];
     const chosen = make("input", { type: "search", size: 24, placeholder: "metrics: KL, critic/*", ariaLabel: "metrics to draw",
-      title: "titles, metrics and patterns, with commas between them; empty: the main ones",
+      title: "titles, metrics and patterns, separated by commas; empty: the main metrics",
       onchange: () => { keys = chosen.value.split(",").map((one) => one.trim()).filter(Boolean); load(); } });
     bar.append(...runs, chosen, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
       make("button", { onclick: whole, title: "show all steps" }, "all steps"),

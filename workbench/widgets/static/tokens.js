@@ -98,12 +98,12 @@ function render({ model, el }) {
   }
   // what marks of tokens mean, of those that are there
   function legend() {
-    const meaning = { "wb-rejected": "rejected", "wb-clipped": "clipped", "wb-foreign": "not the model's own" };
+    const meaning = { "wb-rejected": "rejected", "wb-clipped": "clipped", "wb-foreign": "not sampled by the model" };
     const there = Object.entries(meaning).filter(([name]) => boxes.some((box) => box.querySelector(`.${name}`)));
     marks.replaceChildren(make("span", {}, "grey: prompt"), ...there.map(([name, words]) => make("span", { class: name }, words)));
   }
   function hint() {
-    return make("span", { class: "wb-hint" }, "Point at a token for its numbers. A click keeps it here, Esc lets it go.");
+    return make("span", { class: "wb-hint" }, "Point at a token for its numbers. A click pins its numbers, Esc unpins them.");
   }
   function pin(span) {
     if (span.place === undefined) return;
@@ -116,7 +116,7 @@ function render({ model, el }) {
     if (at) at.classList.remove("wb-at");
     at = span;
     span.classList.add("wb-at");
-    const mark = row.rejected[place] ? ", rejected" : row.own[place] ? "" : ", not the model's own";
+    const mark = row.rejected[place] ? ", rejected" : row.own[place] ? "" : ", not sampled by the model";
     const names = Object.keys(row.values).concat(sides.length > 1 ? Object.keys(rows[1].values).filter((name) => !(name in row.values)) : []);
     const where = sides.map((one) => `${labels[one.number]}, token ${one.place} of ${rows[one.number].texts.length}`).join("; ");
     values.replaceChildren(make("b", {}, row.texts[place]),
