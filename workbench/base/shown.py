@@ -13,6 +13,7 @@ password, and secrets of their query.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -197,7 +198,9 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def blocks(values: Sequence[float], most: int = 40) -> str:
-    """Draw values as blocks of their height, `▁▃▆█`, from the lowest to the highest; of more than `most` an even choice."""
+    """Draw finite values as blocks of their height, `▁▃▆█`, from the lowest to the highest; of more than `most` an even
+    choice. Others are left out."""
+    values = [value for value in values if math.isfinite(value)]
     chosen = [values[at * (len(values) - 1) // (most - 1)] for at in range(most)] if len(values) > most else values
     low, span = min(chosen, default=0.0), max(chosen, default=0.0) - min(chosen, default=0.0) or 1.0
     return "".join(_BLOCKS[round((one - low) / span * (len(_BLOCKS) - 1))] for one in chosen)

@@ -299,19 +299,20 @@ def chat(
         model = load_run(model) if is_address(model) or is_run(Path(model)) else local(model)
     terms: dict[str, Any] = {"agent": agent, "reward": reward, "system": system, "data_source": data_source}
     terms = {name: value for name, value in terms.items() if value is not None}
+    of_run: tuple[Any, ...] = ()
     if isinstance(model, Run):
-        engine, other = _sides_of(model, step, base is None)
-        with _closes(engine, other):
-            terms = {**_terms_of(model, terms), **terms}
+        engine, other = of_run = _sides_of(model, step, base is None)
     elif isinstance(model, Sampler):
         engine, other = model, _base_of(model) if base is None else None
     else:
         raise SettingError("the model to talk to", expected="an engine, a folder or a Run", found=describe(model))
-    other = local(base) if isinstance(base, str | Path) else base or other
-    settings = terms.pop("sampling", SamplingSettings(max_tokens=256)).replace(**sampling)
-    sides = {ALONE: engine} if other is None else {TRAINED: engine, BASE: other}
-    opened = [side for side in sides.values() if not any(side is one for one in given)]
-    return Chat(sides, sampling=settings, seed=seed, opened=opened, **terms)
+    with _closes(*of_run):
+        terms = {**(_terms_of(model, terms) if isinstance(model, Run) else {}), **terms}
+        other = local(base) if isinstance(base, str | Path) else base or other
+        settings = terms.pop("sampling", SamplingSettings(max_tokens=256)).replace(**sampling)
+        sides = {ALONE: engine} if other is None else {TRAINED: engine, BASE: other}
+        opened = [side for side in sides.values() if not any(side is one for one in given)]
+        return Chat(sides, sampling=settings, seed=seed, opened=opened, **terms)
 
 
 def _base_of(engine: Any) -> Sampler | None:

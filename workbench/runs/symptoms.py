@@ -89,8 +89,9 @@ def _cut(rows: Rows) -> float:
     return _last(rows, "response/cut_ratio") or 0.0
 
 
-def _since(rows: Rows) -> int:
-    return int(rows[-WINDOW:][0][STEP])
+def _lately(rows: Rows, name: str, found: str, do: str, metric: str) -> Symptom:
+    """Make a symptom of the last `WINDOW` steps."""
+    return Symptom(name, found, int(rows[-WINDOW:][0][STEP]), do, metric=metric)
 
 
 def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
@@ -105,9 +106,8 @@ def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
     if batch is not None:
         causes += _causes(batch)
     do = "; ".join(causes) or "look at views.samples(…): is the function wrong, the ground truth, or the format?"
-    yield Symptom(
-        "reward is flat at 0", f"no reward above 0 in {len(values)} steps", _since(rows), do, metric="critic/score/max"
-    )
+    found = f"no reward above 0 in {len(values)} steps"
+    yield _lately(rows, "reward is flat at 0", found, do, "critic/score/max")
 
 
 def _causes(batch: Any) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _above(name: str, metrics: Sequence[str], limit: float, found: str, do: str)
         for metric in metrics:
             value = _last(rows, metric)
             if value is not None and value > limit:
-                yield Symptom(name, found.format(metric=metric, value=value), _since(rows), do, metric=metric)
+                yield _lately(rows, name, found.format(metric=metric, value=value), do, metric)
 
     return check
 
@@ -139,9 +139,8 @@ def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = _mean(rows[:WINDOW], "actor/entropy"), _last(rows, "actor/entropy")
     if first is not None and last is not None and last < 0.1 * first:
         do = "the policy repeats itself and groups lose their spread: raise clip_ratio_high, entropy_coeff or the temperature, lower lr"
-        yield Symptom(
-            "entropy has collapsed", f"{first:.3g} → {last:.3g} nats a token", _since(rows), do, metric="actor/entropy"
-        )
+        found = f"{first:.3g} → {last:.3g} nats a token"
+        yield _lately(rows, "entropy has collapsed", found, do, "actor/entropy")
 
 
 def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -150,26 +149,16 @@ def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
     if first and last is not None and (last > 2 * first or last < 0.5 * first):
         tail = f", {cut:.0%} cut off at the limit" if cut > 0.1 else ""
         do = "the reward may pay for length: dr_grpo's normalisation, dapo's overlong penalty, or look at the best rewards"
-        yield Symptom(
-            "responses change their length",
-            f"{first:.0f} → {last:.0f} tokens{tail}",
-            _since(rows),
-            do,
-            metric="response_length/mean",
-        )
+        found = f"{first:.0f} → {last:.0f} tokens{tail}"
+        yield _lately(rows, "responses change their length", found, do, "response_length/mean")
 
 
 def _more_cut_off(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = _mean(rows[:WINDOW], "response/cut_ratio"), _last(rows, "response/cut_ratio")
     if first is not None and last is not None and last > 0.3 and last - first > 0.2:
         do = "they are scored without their end: raise max_tokens, or let dapo's overlong penalty make them shorter"
-        yield Symptom(
-            "more and more responses are cut off",
-            f"{first:.0%} → {last:.0%} of them",
-            _since(rows),
-            do,
-            metric="response/cut_ratio",
-        )
+        found = f"{first:.0%} → {last:.0%} of them"
+        yield _lately(rows, "more and more responses are cut off", found, do, "response/cut_ratio")
 
 
 def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -179,7 +168,7 @@ def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
         before = f", {first:.0%} at first" if grown else ""
         do = "prompts are too easy or too hard: recipes.dapo samples others, or raise group_size or the temperature"
         found = f"{last:.0%} of the rows have advantage 0{before}"
-        yield Symptom("most groups teach nothing", found, _since(rows), do, metric="advantage/zero_share")
+        yield _lately(rows, "most groups teach nothing", found, do, "advantage/zero_share")
 
 
 def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -188,11 +177,10 @@ def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
     if len(rows) <= WINDOW or not explained or not losses:
         return
     if explained[-1] < 0 and max(explained) - explained[-1] > 0.3 and losses[-1] > 1.5 * min(losses):
-        found = (
-            f"explained variance {max(explained):.2f} → {explained[-1]:.2f}, loss {min(losses):.3g} → {losses[-1]:.3g}"
-        )
+        variance = f"explained variance {max(explained):.2f} → {explained[-1]:.2f}"
+        found = f"{variance}, loss {min(losses):.3g} → {losses[-1]:.3g}"
         do = "advantages are noise then: lower the critic's lr, raise its warm-up (critic_warmup), clip its gradient"
-        yield Symptom("the critic diverges", found, _since(rows), do, metric="critic/vf_explained_var")
+        yield _lately(rows, "the critic diverges", found, do, "critic/vf_explained_var")
 
 
 def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -205,20 +193,15 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
         if late:
             do = "rows are of older weights (ahead, max_lag): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
         found = f"probabilities are {value:.3g} apart on average"
-        yield Symptom("sampler and trainer differ", found, _since(rows), do, metric="training/rollout_probs_diff_mean")
+        yield _lately(rows, "sampler and trainer differ", found, do, "training/rollout_probs_diff_mean")
 
 
 def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
     lost, size = (_mean(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
     if lost and size and lost > 0.25 * size:
         do = "stale='keep' waits for them, a larger max_lag lets them be older"
-        yield Symptom(
-            "a stream cancels many rollouts",
-            f"{lost:.3g} groups a step of {size:.3g}",
-            _since(rows),
-            do,
-            metric="streaming/cancelled",
-        )
+        found = f"{lost:.3g} groups a step of {size:.3g}"
+        yield _lately(rows, "a stream cancels many rollouts", found, do, "streaming/cancelled")
 
 
 def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -231,9 +214,8 @@ def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
     if best - last > 0.3 * spread and best - last > 0.05:
         since = int(rows[means.index(best)][STEP])
         do = "KL too far from the start, or lr too high: go back to a checkpoint, raise kl_coef, lower lr"
-        yield Symptom(
-            "reward has fallen", f"running mean {best:.3f} → {last:.3f}", since, do, metric="critic/score/mean"
-        )
+        found = f"running mean {best:.3f} → {last:.3f}"
+        yield Symptom("reward has fallen", found, since, do, metric="critic/score/mean")
 
 
 def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
