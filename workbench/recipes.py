@@ -541,14 +541,9 @@ def distill(
     fits = kl in betas or (type(kl) in (int, float) and 0 <= cast(float, kl) <= 1)
     require(fits, "argument kl", expected="'reverse', 'forward' or a β in [0, 1]", found=kl)
     alone = isinstance(teacher, str) and teacher == "self"
+    fits, expected = not alone or bool(hint), "a column: else both are the same"
     do = "name a column of the rows: hint='extra_info.answer'"
-    require(
-        not alone or bool(hint),
-        "hint with teacher='self'",
-        expected="a column: else both are the same",
-        found=hint,
-        do=do,
-    )
+    require(fits, "hint with teacher='self'", expected=expected, found=hint, do=do)
     frozen = engine if alone else _frozen(engine, teacher)
     follows: list[Stage] = []
     if (every := teacher_sync_steps) is not None:

@@ -76,6 +76,9 @@ def test_a_chat_closes_the_engines_that_it_opened(
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     assert cli.main(["chat", str(run[0].path), "--alone"]) == 0 and len(closed) == 3
     wb.chat(closed[0], base=closed[1]).close()
+    with pytest.raises(SettingError):
+        wb.chat(run[0], warmth=1.0)
+    assert len(closed) == 5, "the ranks of a chat that is refused do not stay"
     opened: list[Paired] = []
 
     def lacking(*_: Any) -> Paired:
@@ -88,7 +91,7 @@ def test_a_chat_closes_the_engines_that_it_opened(
     with pytest.raises(EngineError):
         wb.chat(run[0])
     assert closed.pop() is opened[0], "the first side's ranks do not stay"
-    assert len(closed) == 3, "those that were passed stay open"
+    assert len(closed) == 5, "those that were passed stay open"
 
 
 def test_what_is_kept_are_rows_of_the_next_run(tiny: str) -> None:

@@ -456,11 +456,8 @@ class GemmaParser(FindsCalls):
             stop = next_mark(text, opened.end(), self._OPEN)
             return opened.start(), stop, (FunctionCall(opened[1], as_written(text[opened.end() : stop])),)
         arguments = arguments_text(loose_json(written), text[opened.end() : end - 1])
-        return (
-            opened.start(),
-            cast(re.Match[str], self._CLOSE.match(text, end)).end(),
-            (FunctionCall(opened[1], arguments),),
-        )
+        stop = cast(re.Match[str], self._CLOSE.match(text, end)).end()
+        return opened.start(), stop, (FunctionCall(opened[1], arguments),)
 
     def _json(self, text: str, place: int) -> tuple[str, int]:
         """Convert the arguments that begin at `place` to JSON: (the JSON text, where their brace ends, or -1 where it

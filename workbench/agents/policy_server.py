@@ -488,9 +488,8 @@ class PolicySession:
         if parent is not None and any(message["role"] not in roles for message in new):
             parent, new = None, request.messages
         if request.raw is not None:
-            heard = (
-                tuple(self.policy.tokenizer(request.raw)["input_ids"]) if isinstance(request.raw, str) else request.raw
-            )
+            raw = request.raw
+            heard = tuple(self.policy.tokenizer(raw)["input_ids"]) if isinstance(raw, str) else raw
         elif parent is None:
             heard = tokens.prompt([self.policy.for_template(message, self.recording) for message in new])
         else:

@@ -153,9 +153,9 @@ def message(what: str, *, expected: object = None, found: object = None, do: str
     return "; ".join(parts)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that looks most like `name`, or None where none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """Return the known name that looks most like `name`, or None where none is `alike` (1: equal)."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
     return close[0] if close else None
 
 

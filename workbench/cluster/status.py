@@ -22,27 +22,26 @@ from workbench.engines.paired import Paired
 ANSWER_SECONDS = 1.0
 """Seconds that a status waits for the answers of all workers together."""
 MUTE = "does not answer"
-UNPROVEN = {
-    "float16, int8 and nf4 in a GPU's kernels": "decodes",
-    "flash_attention_2": "flash",
-    "the time and peak of long responses": "groups",
-    "sampling with adapters": "adapters",
-    "vLLM with a generator for each row": "bandwidth",
-    "a pair that shares a GPU for ten cycles": "shared",
-    "weights pushed by CUDA IPC": "push",
-    "an out-of-memory that is survived": "out_of_memory",
-    "torch 2.11": "",
-    "NCCL between two GPUs": "",
-    "CUDA graphs and compiled decoding, which are not built": "",
-}
-"""What no GPU has run yet → the check of `tests/benchmarks/gpu_first_day.py` that shows it, "" where none does."""
+UNPROVEN = (
+    "float16, int8 and nf4 in a GPU's kernels",
+    "flash_attention_2",
+    "the time and peak of long responses",
+    "sampling with adapters",
+    "vLLM with a generator for each row",
+    "a pair that shares a GPU for ten cycles",
+    "weights pushed by CUDA IPC",
+    "an out-of-memory that is survived",
+    "torch 2.11",
+    "NCCL between two GPUs",
+    "CUDA graphs and compiled decoding, which are not built",
+)
+"""What no GPU has run yet; the guide on one GPU names the check that shows each."""
 
 
 def unproven() -> str:
     """Say what no GPU has run yet, and what to run."""
-    return (
-        f"no GPU has run yet: {', '.join(UNPROVEN)}; tests/benchmarks/gpu_first_day.py tries most of it in ten minutes"
-    )
+    check = "tests/benchmarks/gpu_first_day.py tries most of it in ten minutes"
+    return f"no GPU has run yet: {', '.join(UNPROVEN)}; {check}"
 
 
 @dataclass(frozen=True)

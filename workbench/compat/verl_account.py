@@ -13,14 +13,13 @@ verl.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from workbench import functional as F
-from workbench.base.errors import SettingError, describe
+from workbench.base.errors import SettingError, describe, nearest
 from workbench.compat.verl_command import Command, keys, parsed
 from workbench.compat.verl_reward import cannot, contradictions, read_block
 from workbench.rewards.managers import MANAGERS
@@ -595,8 +594,8 @@ def _unweighted(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
-    return f": did you mean {close[0]}?" if close else ""
+    close = nearest(name, names, 0.8)
+    return f": did you mean {close}?" if close else ""
 
 
 def _is_on(switch: str, values: Mapping[str, Any]) -> bool:

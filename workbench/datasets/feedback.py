@@ -213,10 +213,8 @@ class Growing(RecordedRows):
             row = json.loads(json.dumps(row, allow_nan=False))
         except (TypeError, ValueError) as cause:
             raise DataError(f"{place} cannot be written as JSON", found=first_line(cause)) from cause
-        became = {"prompt_is_text", *(part.partition(" → ")[0] for part in read_as.split("; "))} - {
-            CHAT,
-            "reward_model",
-        }
+        read = {part.partition(" → ")[0] for part in read_as.split("; ")}
+        became = {"prompt_is_text", *read} - {CHAT, "reward_model"}
         row = {name: value for name, value in row.items() if name in self.columns or name not in became}
         for name in ("data_source", "data_part"):
             if name in parent and row.get(name) is None:

@@ -355,10 +355,8 @@ def _ultra_feedback(cells: Record, place: str, number: int) -> Sample:
             for name, note in (completion.get("annotations") or {}).items()
             if isinstance(note, Mapping | list) and note
         }
-        scores = {
-            **_numbers(notes),
-            **_numbers({name: completion.get(name) for name in ("overall_score", "fine-grained_score")}),
-        }
+        whole = {name: completion.get(name) for name in ("overall_score", "fine-grained_score")}
+        scores = {**_numbers(notes), **_numbers(whole)}
         answers.append(Answer(completion["response"], scores, completion.get("model") or ""))
     return _sample(cells, place, number, cells["instruction"], answers, None, ("instruction", "completions"))
 

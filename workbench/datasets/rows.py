@@ -192,11 +192,8 @@ class Rows(Shown):
             taken.update(groups[group] if len(taken) < number else ())
         if not 0 < len(taken) < len(self):
             there = f"{held_out} of {len(self)} rows with {len(groups)} different prompts"
-            do = (
-                f"hold out fewer: a number from 1 to {len(groups) - 1}, or a share below 1"
-                if len(groups) > 1
-                else "add prompts"
-            )
+            fewer = f"hold out fewer: a number from 1 to {len(groups) - 1}, or a share below 1"
+            do = fewer if len(groups) > 1 else "add prompts"
             raise DataError("split into training and held-out rows", expected="rows in both parts", found=there, do=do)
         rest = [index for index in range(len(self)) if index not in taken]
         return self.select(rest), self.select(sorted(taken))
@@ -230,11 +227,9 @@ class Rows(Shown):
         """
         lengths = self.prompt_lengths(tokenizer, **switches) if tokenizer is not None else []
         summary = report(self._rows, self.columns, lengths, self.max_prompt_length)
-        first = (
-            ""
-            if tokenizer is None or not self._rows
-            else as_read(tokenizer, self._rows[0][CHAT], self._rows[0].get(IMAGES), **switches)
-        )
+        first = ""
+        if tokenizer is not None and self._rows:
+            first = as_read(tokenizer, self._rows[0][CHAT], self._rows[0].get(IMAGES), **switches)
         judged = "" if reward is None else scorable(self._rows, reward)
         template = self._template(tokenizer, **switches)
         return replace(summary, read_as=self.read_as, first=first, template=template, scorable=judged)

@@ -78,9 +78,8 @@ def facts(card: Any) -> Iterator[str]:
 def models() -> CheckResult:
     """Say for each GPU what it has not, the largest models that fit by the estimate of `cluster.fits`, and what no GPU has run."""
     if not torch.cuda.is_available():
-        return CheckResult(
-            SKIPPED, "no GPU: `wb.cluster.fits(model, tokens=…, gpus=1, memory=…)` asks for one that is not here"
-        )
+        asks = "`wb.cluster.fits(model, tokens=…, gpus=1, memory=…)` asks for one that is not here"
+        return CheckResult(SKIPPED, f"no GPU: {asks}")
     found = []
     for number in range(torch.cuda.device_count()):
         card, memory = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)[1]

@@ -139,13 +139,8 @@ class VerlJob:
                 do='give one whole: **{"…": value}',
             )
         if not fit:
-            raise SettingError(
-                unknown(
-                    "setting of verl's or workbench's",
-                    name,
-                    sorted({key.rpartition(".")[2] for key in known()} | {*_SHORT}),
-                )
-            )
+            names = sorted({key.rpartition(".")[2] for key in known()} | {*_SHORT})
+            raise SettingError(unknown("setting of verl's or workbench's", name, names))
         return fit[0]
 
     def open(
@@ -177,9 +172,8 @@ class VerlJob:
             >>> run = await wb.train(pipe, rows, eval_rows=held, **how)  # doctest: +SKIP
         """
         job = self.adapted(model, train_files, val_files, without, overrides)
-        require(
-            reward is None or not is_sft(self.settings), "reward", expected="None: SFT learns from texts", found=reward
-        )
+        fits = reward is None or not is_sft(self.settings)
+        require(fits, "reward", expected="None: SFT learns from texts", found=reward)
         planned = _planned(job, policy=engine is None)
         rows, eval_rows = (files if isinstance(files, Rows) else None for files in (train_files, val_files))
         names: dict[str, Any] = {"policy": engine, "rows": rows, "eval_rows": eval_rows, "reward": reward}

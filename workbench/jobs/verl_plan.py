@@ -203,10 +203,8 @@ def data(planned: VerlPlan, model: Any, train_files: Any, eval_files: Any, parts
     switches = {"template_switches": planned.switches} if planned.switches else {}
     yield "policy", Call("engines.local", (model,), {**planned.engine, **switches})
     every = Call("rows", (train_files,), planned.rows)
-    yield (
-        "rows",
-        fitting(every if planned.weights is None else Call("datasets.mix", (parts,), {"weights": planned.weights})),
-    )
+    mixed = Call("datasets.mix", (parts,), {"weights": planned.weights})
+    yield "rows", fitting(every if planned.weights is None else mixed)
     held = {name: one for name, one in planned.rows.items() if name != "limit"}
     held |= {"limit": planned.eval_limit} if planned.eval_limit else {}
     yield "eval_rows", fitting(Call("rows", (eval_files,), held))

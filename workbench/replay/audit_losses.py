@@ -416,8 +416,8 @@ def _trl_logs(v: AuditView, old: list[float], new: list[float]) -> list[float]:
 def _whole_loss(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim | Left:
     if v.setting("entropy_target") is not None and (cut is None or len(cut) > 1):
         return Left(f"{role}/loss", LATER)  # each step has another weight of the entropy
-    bonus = v.metrics.get(f"{role}/entropy_coeff", v.setting("entropy_coeff"))
-    factors = {"pg_loss": 1.0, "entropy_loss": -bonus, "kl_loss": v.setting("kl_coef")}
+    weight = v.metrics.get(f"{role}/entropy_coeff", v.setting("entropy_coeff"))
+    factors = {"pg_loss": 1.0, "entropy_loss": -weight, "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
     terms += term_metrics(v.settings, v.metrics, role).values()
     formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss + Σ weight·term"
@@ -497,8 +497,8 @@ def _of_surrogate(v: AuditView, mode: str, over: _Over, tokens: Any, places: Any
         unsure = each(lambda x: HALF * (x is None) + float(bool(x)), far)
         yield over("off_policy_masked", each(share, far), "share of tokens in rows off policy", noise=unsure)
     if v.setting("top_entropy_quantile", 1.0) < 1:
-        for name in ("pg_loss", "top_entropy_share"):
-            yield Left(f"{over.role}/{name}", "tokens of high entropy are chosen in each micro-batch")
+        why = "tokens of high entropy are chosen in each micro-batch"
+        yield from left(("pg_loss", "top_entropy_share"), why, over.role)
     elif mode == "trl vespo":
         yield Left(f"{over.role}/pg_loss", "a test holds it beside TRL's")
     elif mode not in _RANDOM:
@@ -590,11 +590,9 @@ def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> t
     worse = max(-adv * ratio, -adv * clamp(ratio, low, high))
     if adv > 0:
         return worse, beyond(ratio, high), False
-    return (
-        (min(worse, -adv * top), beyond(-ratio, -low), beyond(max(ratio, low), top))
-        if adv < 0
-        else (worse, False, False)
-    )
+    if adv < 0:
+        return min(worse, -adv * top), beyond(-ratio, -low), beyond(max(ratio, low), top)
+    return worse, False, False
 
 
 def _moved(mode: str, v: AuditView, old: float, new: float, adv: float) -> bool | None:

@@ -6,7 +6,6 @@ Functions take rows by their own signature (verl's, TRL's, OpenRLHF's, AReaL's, 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from workbench.base.config import parameters_of
-from workbench.base.errors import RewardError, describe, first_line, unknown
+from workbench.base.errors import RewardError, describe, first_line, nearest, unknown
 from workbench.dataproto.columns import writer_of
 from workbench.dataproto.core import DataProto, episodes
 from workbench.datasets.pictures import text_of
@@ -458,8 +457,8 @@ class Signature:
             return
         wanted = self.wanted(missing[0])
         known = sorted({*_MEANING, *columns, *(_PLURALS if self.batched else ())})
-        close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
-        do = f"did you mean {close[0]!r}? " if close else ""
+        close = nearest(wanted, known, 0.8)
+        do = f"did you mean {close!r}? " if close else ""
         do += "a rollout with agent=… writes it" if wanted in _OF_AGENTS else self._remedy(missing, known)
         what = f"reward function {self.function}: {wanted!r} is not a value that a row has"
         expected, found = ", ".join(dict.fromkeys((*ALIASES, *columns))), f"{self.function}({', '.join(self.defaults)})"
@@ -494,8 +493,7 @@ def _guess(wanted: str, known: Collection[str]) -> str | None:
         return meaning
     if meaning := _FOREIGN.get(wanted.removesuffix("s")):
         return next(many for many, one in _PLURALS.items() if _MEANING.get(one, one) == meaning)
-    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
-    return close[0] if close else None
+    return nearest(wanted, known, 0.8)
 
 
 def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | None = None) -> Signature:

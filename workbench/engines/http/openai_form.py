@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from workbench.base.errors import WorkbenchError, first_line
+from workbench.base.errors import WorkbenchError, first_line, nearest
 from workbench.engines.protocol import Sample
 
 MAX_N = 128
@@ -182,10 +181,8 @@ def fields_of(body: bytes | Mapping[str, Any], known: Collection[str]) -> dict[s
         raise Refusal(400, f"the request is of type {type(fields).__name__}; expected a JSON object")
     for name in fields.keys() - _EFFECTLESS - set(known):
         if fields[name] not in _IGNORED:
-            near = difflib.get_close_matches(name, known, 1)
-            why = f"the request asks for {name[:60]}, which this server does not do" + "".join(
-                f"; near: {one}" for one in near
-            )
+            near = f"; near: {one}" if (one := nearest(name, known)) else ""
+            why = f"the request asks for {name[:60]}, which this server does not do{near}"
             raise Refusal(400, why, "unsupported", name[:60])
     return fields
 

@@ -354,11 +354,8 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         ids = (*request.ids, *request.settings.stop_token_ids)
         if not request.ids or not 0 <= min(ids) <= max(ids) < count:
             found = f"ids from {min(ids)} to {max(ids)}" if request.ids else "no token"
-            raise EngineError(
-                "the prompt or the stop_token_ids of a request",
-                expected=f"token ids from 0 to {count - 1}",
-                found=found,
-            )
+            what, expected = "the prompt or the stop_token_ids of a request", f"token ids from 0 to {count - 1}"
+            raise EngineError(what, expected=expected, found=found)
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         if request.schema is not None:
             self.check_schema(request.schema)

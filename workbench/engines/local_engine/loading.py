@@ -167,17 +167,15 @@ def _is_coded(settings: Any, adapted: bool) -> bool:
     """Whether linear layers are to be kept in codes. Raises `SettingError` where they would have no adapters."""
     coded = settings.base_dtype in quantised.KINDS
     if coded and not adapted:
-        what, do = (
-            f"base_dtype={settings.base_dtype!r} of all weights",
-            "set lora_rank=16: adapters learn, codes do not",
-        )
+        what = f"base_dtype={settings.base_dtype!r} of all weights"
+        do = "set lora_rank=16: adapters learn, codes do not"
         raise SettingError(what, expected="lora_rank ≥ 1, or a folder of adapters", found="lora_rank=0", do=do)
     return coded
 
 
 def _streamed(config: Any, path: str | Path, settings: Any, adapted: bool, options: Mapping[str, Any]) -> Any:
-    """Load the base of adapters, kept as `base_dtype` says, without ever having it in float32; None where it is to be in float32,
-    or its files have other names than the model."""
+    """Load the base of adapters, kept as `base_dtype` says, without ever having it in float32. Returns None where it is to
+    be in float32, and where its files have other names than the model."""
     # in half precision only the base of adapters that are there: peft draws new ones in the base's precision
     if settings.base_dtype not in quantised.KINDS and (settings.base_dtype == "float32" or not adapted):
         return None

@@ -43,10 +43,8 @@ def add(model: Any, config: Mapping[str, Any]) -> None:
     tables = (torch.nn.Embedding,)
     named = [name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, tables)]
     if wrong := [one for one in config["target_modules"] if one.rpartition(".")[2] in named]:
-        expected, do = (
-            "names of linear layers, such as q_proj",
-            "to train the embedding, too, open it without lora_rank",
-        )
+        expected = "names of linear layers, such as q_proj"
+        do = "to train the embedding, too, open it without lora_rank"
         raise EngineError("lora_targets", expected=expected, found=f"{wrong[0]!r}, a table of embeddings", do=do)
     known = {key: config[key] for key in ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")}
     with torch.random.fork_rng(devices=[]), boundary("adding LoRA adapters", EngineError):

@@ -116,9 +116,9 @@ def _keep(layer: Any, weight: Tensor, kind: str, device: torch.device | str) -> 
 
 @torch.no_grad()
 def fill(model: Any, files: Sequence[Path], kind: str, half: torch.dtype, device: torch.device | str) -> bool:
-    """Fill a model, whose parameters are on the meta device, from safetensors files, one tensor at a time. Linear layers are kept
-    in a `kind` of `KINDS` as `quantise` does, other matrices in `half`, embeddings and vectors in float32. Returns False, with the
-    model of no use, where names or shapes are not the model's."""
+    """Fill a model, whose parameters are on the meta device, from safetensors files, one tensor at a time. Linear layers are
+    kept in a `kind` of `KINDS` as `quantise` does, other matrices in `half`, embeddings and vectors in float32. Returns
+    False, with the model of no use, where names or shapes are not the model's."""
     from safetensors import safe_open
 
     head, wanted = model.get_output_embeddings(), dict(model.named_parameters())
@@ -127,14 +127,12 @@ def fill(model: Any, files: Sequence[Path], kind: str, half: torch.dtype, device
         with safe_open(str(path), "pt") as file:
             for name in file.keys():  # noqa: SIM118 - a file of tensors, no dict
                 owner, _, leaf = name.rpartition(".")
-                if name not in ties and wanted.pop(name, torch.empty(0)).shape != tuple(
-                    file.get_slice(name).get_shape()
-                ):
-                    return False
-                layer = model.get_submodule(owner)
                 if name in ties:
                     continue
-                tensor = file.get_tensor(name)
+                tensor, parameter = file.get_tensor(name), wanted.pop(name, None)
+                if parameter is None or parameter.shape != tensor.shape:
+                    return False
+                layer = model.get_submodule(owner)
                 if kind in KINDS and leaf == "weight" and isinstance(layer, nn.Linear) and layer is not head:
                     _keep(layer, tensor, kind, device)
                 else:

@@ -349,10 +349,8 @@ def check_prompt(
     `stops` too, without tokens, or with too many."""
     wrong = [token for token in (*ids, *stops) if not 0 <= token < rows]
     if wrong:
-        raise EngineError(
-            f"token id {wrong[0]} in a prompt or in stop_token_ids",
-            expected=f"ids 0 to {rows - 1}, the model's vocabulary",
-        )
+        what = f"token id {wrong[0]} in a prompt or in stop_token_ids"
+        raise EngineError(what, expected=f"ids 0 to {rows - 1}, the model's vocabulary")
     if not ids or (longest is not None and len(ids) >= longest):
         expected = f"1 to {(longest or 0) - 1} tokens, one less than {limit}"
         raise EngineError(f"length of a prompt for {where}", expected=expected, found=len(ids))
@@ -451,10 +449,8 @@ class VllmEngine(Served, Pausing):
     async def _step(self, step: str, *arguments: Any) -> list[Any]:
         if step == "begin":
             if kind := self._settings.engine_args.get("quantization"):
-                what, do = (
-                    f"a push of merged weights to vLLM with quantization={kind!r}",
-                    "open vllm with the learner's lora_rank",
-                )
+                what = f"a push of merged weights to vLLM with quantization={kind!r}"
+                do = "open vllm with the learner's lora_rank"
                 raise EngineError(what, expected="adapters alone, over the base in vLLM's folder", do=do)
             self._as_loaded, self._adapter = False, None
         answers: list[Any] = await self._call("collective_rpc", f"workbench_{step}", None, arguments)
