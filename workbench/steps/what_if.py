@@ -85,8 +85,8 @@ def what_if(
     """Compare `updates` policy updates on a batch as the pipeline makes them with as many under changed settings.
 
     The weights are restored afterwards. `advantage` is another estimator; `rows` the only rows to train on; `mask` [B, T]
-    the only tokens to train on, `mask_truncated=True` leaves truncated responses out; other names are settings of the loss (`clip_ratio_high`, `loss_mode`, `kl_coef`,
-    `loss_agg_mode`, …), and `<term>.<setting>` one of a further term (`**{"distill.weight": 0}`). `probe` is a batch with responses (its mean log-prob per token is measured) or rows of a data set
+    the only tokens to train on; `mask_truncated=True` leaves truncated responses out; other names are settings of the loss
+    (`clip_ratio_high`, `loss_mode`, `kl_coef`, `loss_agg_mode`, …), and `<term>.<setting>` one of a further term (`**{"distill.weight": 0}`). `probe` is a batch with responses (its mean log-prob per token is measured) or rows of a data set
     (their greedy responses are sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the
     batch lacks columns that the update reads, or nothing is changed.
     """
