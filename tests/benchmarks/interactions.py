@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,9 +85,36 @@ CURVES: Controls = [
     ("all steps", BUTTON, "all steps"),
 ]
 STEPPER: Controls = [
+    ("show the first phase", "document.querySelector('.wb-look').click()", None),
     ("show a phase", "document.querySelectorAll('.wb-look')[1].click()", None),
     ("back to before a phase", "[...document.querySelectorAll('.wb-undo')].pop().click()", None),
 ]
+
+
+class Phases(list[Any]):
+    """An empty pipeline with names of phases."""
+
+    names: tuple[str, ...] = ()
+
+
+class Stands:
+    """What the step page reads of a stepper, from a recorded step: phases of 10,000 rows without running them."""
+
+    def __init__(self, trace: wb.Trace) -> None:
+        columns, phases = dict[str, Any](), list[Any]()
+        for phase in trace.phases:  # in memory, as a stepper has them
+            columns |= {name: phase.batch[name] for name in phase.batch.columns if name not in columns or name in phase.wrote}
+            tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+            objects = {name: column for name, column in columns.items() if name not in tensors}
+            phases.append(replace(phase, batch=wb.DataProto(tensors, objects)))
+        self.trace = replace(trace, phases=tuple(phases))
+        self.batch, self.position, self.next_stage = trace.batch, len(trace), None
+        self.pipeline = Phases()
+        self.pipeline.names = tuple(trace.names)
+
+    def prices(self) -> dict[str, str]:
+        """Nothing is kept for going back."""
+        return {}
 
 
 def measured(page: Any, screen: Screen, controls: Controls, repeats: int) -> Iterator[tuple[str, float]]:
@@ -118,6 +146,8 @@ def sides(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Scre
             Screen(curves(folder / str(steps), steps), ".wb-canvas canvas"),
             CURVES,
         )
+    for name, trace in traces.items():
+        yield f"step, {name}", Screen(StepperFace(Stands(trace)), ".wb-chip"), STEPPER[:2]
     yield "stepper", Screen(StepperFace(stepped("data/tiny-arith")), ".wb-chip"), STEPPER
 
 

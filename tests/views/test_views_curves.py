@@ -163,7 +163,7 @@ def test_each_phase_has_a_line_of_its_colour_and_says_its_name() -> None:
 def test_the_metric_behind_a_symptom_has_a_plot() -> None:
     mark = Symptom("most groups teach nothing", "80%", 3, "raise the temperature", metric="advantage/zero_share")
     rows = steps_of(6, advantage__zero_share=lambda step: 0.7 + step / 20, actor__entropy=1.0)
-    assert [axes.get_title(loc="left") for axes in panel(rows, marks=[mark]).axes][8] == "advantage/zero_share"
+    assert [axes.get_title(loc="left") for axes in panel(rows, marks=[mark]).axes][8] == "share with advantage 0"
     assert len(panel(rows).axes[:8]) == 8 and not [text for text in panel(rows, marks=[mark], listed=False).texts]
     sent = Plots({"mine": Progress(rows, {})}, marks=[mark]).columns()
     assert sent["plots"][-1]["lines"][0]["name"] == sent["marks"][0]["metric"] == "advantage/zero_share"

@@ -157,7 +157,7 @@ def test_a_step_shows_the_groups_that_teach_most_with_their_best_and_worst_answe
         assert (float(best[1]), float(worst[1])) == (group.dots[-1][1], group.dots[0][1])
         assert (frame.loc[best[0], "response"], frame.loc[worst[0], "response"]) == (best[2], worst[2])
     html = doc.html(_groups(shown))
-    assert html.count("radial-gradient") == sum(len(group.dots) for group in shown) and lint(html) == []
+    assert html.count("px 0 rgba(") == sum(len(group.dots) for group in shown) and lint(html) == []
     waiting = step_groups(batch.without("reward", "score"))
     assert all(not group.dots and len(group.answers) == 1 for group in waiting)
     assert step_groups(batch.without("response_text")) == []

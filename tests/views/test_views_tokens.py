@@ -67,11 +67,11 @@ def test_colours_go_with_the_scale() -> None:
     signed, one_way, low = QUANTITIES["advantage"], QUANTITIES["entropy"], QUANTITIES["log_prob"]
     assert span_of_values(signed, [[-0.5, 0.2], [1.0]]) == (-1.0, 1.0)
     assert span_of_values(one_way, [[0.0, 2.0]]) == (0.0, 2.0) and span_of_values(one_way, [[1.0]]) == (0.5, 1.5)
-    assert colour_of(1.0, signed, (-1, 1)) == "rgba(0,158,115,0.65)"
-    assert colour_of(-0.5, signed, (-1, 1)) == "rgba(213,94,0,0.33)" and colour_of(0.0, signed, (-1, 1)).endswith(
-        "0.00)"
+    assert colour_of(1.0, signed, (-1, 1)) == "rgba(0,158,115,.65)"
+    assert colour_of(-0.5, signed, (-1, 1)) == "rgba(213,94,0,.33)" and colour_of(0.0, signed, (-1, 1)).endswith(
+        ",.00)"
     )
-    assert colour_of(-3.0, low, (-3, 0)).endswith("0.65)") and colour_of(0.0, low, (-3, 0)).endswith("0.00)")
+    assert colour_of(-3.0, low, (-3, 0)).endswith(",.65)") and colour_of(0.0, low, (-3, 0)).endswith(",.00)")
     assert colour_of(float("nan"), signed, (-1, 1)) == "rgba(255,0,255,0.6)", "seen at once"
 
 
@@ -79,7 +79,7 @@ def test_two_rows_are_on_one_scale() -> None:
     view = wb.views.tokens(batch(), 0, "advantage", against_row=1)
     assert view.quantity()[1] == (-1.0, 1.0) and view.labels == ["row 0", "row 1"]
     html = view._repr_html_()
-    assert lint(html) == [] and "rgba(0,158,115,0.33)" in html and "rgba(213,94,0,0.65)" in html
+    assert lint(html) == [] and "rgba(0,158,115,.33)" in html and "rgba(213,94,0,.65)" in html
     other = batch(advantages=torch.ones(2, 4) * 2)
     both = wb.views.tokens(batch(), 0, "advantage", against=other)
     assert both.labels == ["row 0, first", "row 0, second"] and both.quantity()[1] == (-2.0, 2.0)

@@ -56,7 +56,7 @@ def test_a_call_is_framed_with_its_result_and_the_template_is_folded() -> None:
         "reasoning: 2 tokens",
         "calls as written, and template: 2 tokens",
     )
-    folds += ("1 · tool · tokens 5 to 6 · mask 0: 2 tokens", "(713 characters)", "template: 1 token")
+    folds += ("1 · tool · tokens 5 to 6 · mask 0: 2 tokens", "(713 characters)")
     for fold in folds:
         before = html[: html.index(fold)]
         assert before.rindex("<summary") > max(before.rfind("</summary"), 0), f"{fold} is what unfolds it"
@@ -67,6 +67,7 @@ def test_a_call_is_framed_with_its_result_and_the_template_is_folded() -> None:
         and "tool_call" not in outside
         and "no &lt;b&gt;sum" in outside
     )
+    assert ">template: " not in html, "the token that ends a turn stands in it"
     assert list(view.frame["role"]) == ["assistant", "tool", "assistant"]
     drawn = wb.views.transcript(batch, 0, tokenizer=Words(), rendered=True).html()
     assert "I add." in drawn and "tool_call" not in drawn.partition("calls as written")[0]

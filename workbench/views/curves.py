@@ -440,7 +440,17 @@ WORDS: Mapping[str, str] = {
     "critic/values/mean": "mean value",
     "critic/advantages/max": "largest advantage",
 }
-"""The main metrics, in this order → the text for them."""
+"""The main metrics, in this order → the words for them."""
+TITLES: Mapping[str, str] = {
+    **WORDS,
+    "critic/score/max": "highest reward",
+    "critic/score/min": "lowest reward",
+    "critic/rewards/mean": "mean with KL penalty",
+    "critic/rewards/max": "highest with KL penalty",
+    "critic/rewards/min": "lowest with KL penalty",
+    "advantage/zero_share": "share with advantage 0",
+}
+"""These and further metrics → short titles for them."""
 
 
 def panel(
@@ -493,7 +503,7 @@ def behind(runs: Sequence[Series], marks: Sequence[Symptom]) -> dict[str, Sequen
     """Return the main plots, and one more for the metric behind each symptom that they do not show."""
     seen = {name for wanted in PANEL.values() for name in wanted}
     more = [one.metric for one in marks if one.metric not in seen and recorded(runs, [one.metric])]
-    return {**PANEL, **{name: (name,) for name in more}}
+    return {**PANEL, **{TITLES.get(name, name): (name,) for name in more}}
 
 
 def series(

@@ -20,7 +20,9 @@ CELL = 2000
 UP, DOWN, MUCH = "0,158,115", "213,94,0", "139,108,209"
 """Red, green, blue of the scales, as in `widgets/static/tokens.css`: above and below 0 or a mean; of one direction."""
 _WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;font-size:95%"
-_CELL_STYLE = "padding:2px 8px;vertical-align:top;text-align:"
+_CELL_STYLE = "padding:2px 8px;text-align:"
+_SHORT = 24
+"""Characters of a cell that stays on one line: where all cells do, none needs its place in a row."""
 _FIGURE = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( s| GiB|%)?|–|nan|inf|")
 _TRACK, _BAR = "rgba(128,128,128,.15)", "display:inline-block;width:56px;height:8px;margin-right:6px;border-radius:2px"
 
@@ -212,7 +214,9 @@ def _element(node: Node) -> str:
             return f'<img src="data:image/png;base64,{data}" title="{escape(title)}" style="max-width:100%">'
         case Table(header, rows, most=most) if rows:
             shown = rows[:most]
-            styles = [_CELL_STYLE + _side(column) for column in zip(*shown, strict=True)]
+            short = all(isinstance(cell, str) and len(cell) < _SHORT for row in shown for cell in row)
+            place = _CELL_STYLE if short else f"vertical-align:top;{_CELL_STYLE}"
+            styles = [place + _side(column) for column in zip(*shown, strict=True)]
             titled = zip(styles, header, strict=False)
             head = "".join(f'<th style="{style};opacity:0.65">{escape(cell)}</th>' for style, cell in titled)
             cells = (

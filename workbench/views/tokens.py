@@ -181,7 +181,7 @@ def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> st
         share = (value - low) / (high - low)
         share = 1 - share if quantity.inverted else share
         shade = doc.MUCH
-    return f"rgba({shade},{min(abs(share), 1) * 0.65:.2f})"
+    return f"rgba({shade},{min(abs(share), 1) * 0.65:.2f})".replace(",0.", ",.")
 
 
 _PIECES = 48
@@ -331,7 +331,7 @@ class Tokens(doc.View):
         else:
             shown = list(itertools.chain(*zip(heads, pages, strict=True)))
             heads = []
-        return doc.Either(lines, [legend(quantity, span), *heads, *shown])
+        return doc.Either(lines, [legend(quantity, span, self.rows), *heads, *shown])
 
     def pairs(self) -> list[Stretch]:
         """Return the two rows' responses aligned, as `aligned` does; [] for a single row, and where they share less than a
@@ -408,12 +408,15 @@ def judged(row: TokenRow) -> list[str]:
     return facts + [f"{name} {doc.one_line(text, 40)}" for name, text in texts.items() if text is not None]
 
 
-def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
-    """Build a legend: the quantity's name, what it is, and its colours with the numbers at both ends."""
+def legend(quantity: Quantity, span: tuple[float, float], rows: Sequence[TokenRow]) -> doc.Part:
+    """Build a legend: the quantity's name, what it is, its colours with the numbers at both ends, and the marks that
+    tokens of the rows have.
+    """
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
     scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
-    marks = doc.faint(doc.small("struck: rejected · underlined: clipped · dotted: not sampled · grey: prompt"))
+    there = {_mark(row, place) for row in rows for place in range(row.length)}
+    marks = doc.small(" · ".join(words for style, words in _MARKS.items() if style in there))
     return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
 
 
@@ -431,7 +434,7 @@ def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> d
 
 def _prompt(row: TokenRow) -> doc.Span:
     prompt = "".join(row.prompt)
-    return doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.7")
+    return doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:.7", title="the prompt")
 
 
 def rest(left: int, where: str = "") -> doc.Part:
@@ -460,14 +463,25 @@ def _token(
 
 def _mark(row: TokenRow, place: int) -> str:
     """Return the style that says whether a token is the model's own, rejected, or clipped."""
-    if not row.own[place]:
-        return ";border-bottom:2px dotted rgba(128,128,128,0.9)"
-    if row.rejected[place]:
-        return ";text-decoration:line-through"
     clipped = row.values.get("clipped")
-    return ";border-bottom:2px solid rgba(190,70,50,0.95)" if clipped and clipped[place] else ""
+    foreign, rejected, cut = _MARKS
+    return (
+        foreign
+        if not row.own[place]
+        else rejected
+        if row.rejected[place]
+        else cut
+        if clipped and clipped[place]
+        else ""
+    )
 
 
+_MARKS = {
+    ";border-bottom:2px dotted rgba(128,128,128,.9)": "dotted: not the model's own",
+    ";text-decoration:line-through": "struck: rejected",
+    ";border-bottom:2px solid rgba(190,70,50,.95)": "underlined: clipped",
+}
+"""Style of a token → what it says."""
 _NONE = "transparent"
 
 

@@ -14,6 +14,7 @@ from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import SESSION, DataProto
+from workbench.dataproto.value import held, one_place
 from workbench.replay.remote import is_address
 from workbench.replay.run import Run
 from workbench.rewards.score import Score
@@ -23,10 +24,10 @@ from workbench.runs.trackers import KL
 from workbench.runs.updates import kept_until, ranges
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
-from workbench.views.curves import WORDS, figure, panel, pick, series
+from workbench.views.curves import TITLES, WORDS, figure, panel, pick, series
 from workbench.views.plots import Plots
 from workbench.views.sample_table import counted_reasons, gathered, left_out, samples_table, some_rows
-from workbench.views.samples import SampleIndex, group_line, samples
+from workbench.views.samples import SampleIndex, samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,19 +165,20 @@ def headline(phase: Phase) -> str:
 
 
 _indices: WeakKeyDictionary[DataProto, SampleIndex] = WeakKeyDictionary()
-"""Batch, which does not change → the table of its rewards: a face reads it several times."""
+"""Batch, which does not change → the table of its rewards, which its later phases share."""
 
 
 def _judged(batch: DataProto) -> SampleIndex:
     """Index the rewards of a batch, as the samples table does; only the columns needed are read, and only once."""
-    if batch not in _indices:
-        single = "reward" not in batch or len(batch.batch.raw()["reward"].shape) == 1
-        kept = batch.without(*(name for name in batch.columns if name not in (_JUDGED if single else _JUDGED[:2])))
-        if "score" in kept:
-            scores, kept = list(kept.non_tensor_batch.passing("score")), kept.without("score")
-            kept = kept.with_columns({"score": scores}) if all(isinstance(one, Score) for one in scores) else kept
-        _indices[batch] = SampleIndex(kept)
-    return _indices[batch]
+    for other, index in [*_indices.items()]:  # later phases have the columns of the phase that judged
+        if len(other) == len(batch) and all(one_place(held(batch, name), held(other, name)) for name in _JUDGED):
+            return index
+    single = "reward" not in batch or len(batch.batch.raw()["reward"].shape) == 1
+    kept = batch.without(*(name for name in batch.columns if name not in (_JUDGED if single else _JUDGED[:2])))
+    if "score" in kept:
+        scores, kept = list(kept.non_tensor_batch.passing("score")), kept.without("score")
+        kept = kept.with_columns({"score": scores}) if all(isinstance(one, Score) for one in scores) else kept
+    return _indices.setdefault(batch, SampleIndex(kept))
 
 
 def _seconds(phase: Phase) -> str:
@@ -214,7 +216,7 @@ def phases(trace: Iterable[Phase]) -> doc.Part:
 def _ordered(phase: Phase) -> list[tuple[str, str]]:
     """Return a phase's metrics as (name, number), the main ones first, in words."""
     ordered = sorted(phase.metrics.items(), key=lambda pair: pair[0] not in WORDS)
-    return [(WORDS.get(name, name), doc.number(value)) for name, value in ordered]
+    return [(TITLES.get(name, name), doc.number(value)) for name, value in ordered]
 
 
 def _beneath(phase: Phase, seen: int = 0) -> doc.Part:
@@ -321,8 +323,8 @@ def step_groups(batch: DataProto) -> list[StepGroup]:
     if "response_text" not in batch or not len(batch):
         return []
     index = _judged(batch)
-    groups = index.groups
-    order = groups.sort_values("reward_std", ascending=False, kind="stable") if "reward_std" in groups else groups
+    judged = "reward_std" in index.groups
+    order = index.groups.sort_values("reward_std", ascending=False, kind="stable") if judged else index.groups
     members = {group: index.frame[index.frame["group"] == group] for group in order.index[:GROUPS]}
     known = {
         group: rows["reward"].dropna().sort_values(kind="stable") for group, rows in members.items() if "reward" in rows
@@ -335,9 +337,10 @@ def step_groups(batch: DataProto) -> list[StepGroup]:
     made = []
     for group, rows in shown.items():
         answers = [(row, doc.number(texts[row].get("reward")), str(texts[row]["response"])) for row in rows]
-        made.append(
-            StepGroup(group_line(index, group), str(texts[rows[0]].get("prompt") or ""), scored[group], answers)
-        )
+        of = index.groups.loc[group]
+        words = doc.counted(int(of["samples"]), "sample")
+        words += f" · {of['reward_mean']:.4g} ± {of['reward_std']:.4g}" if len(scored[group]) > 1 else ""
+        made.append(StepGroup(words, str(texts[rows[0]].get("prompt") or ""), scored[group], answers))
     return made
 
 
@@ -350,26 +353,29 @@ def _groups(groups: Sequence[StepGroup]) -> doc.Part:
             doc.Fold(doc.cut(f"{reward} · {text}".replace("\n", " ⏎ "), 90), doc.block(doc.cut(text, doc.CELL)))
             for _, reward, text in group.answers
         ]
-        asked = doc.cut(group.prompt, 90), doc.BREAK, doc.small(doc.faint(group.words))
-        rows.append([asked, _dots([reward for _, reward in group.dots], *ends), folds])
-    return doc.Table(["prompt", f"rewards, {ends[0]:.3g} to {ends[1]:.3g}", "best and worst answer"], rows)
+        dots = _dots([reward for _, reward in group.dots], *ends)
+        rows.append([doc.cut(group.prompt, 90), (dots, doc.small(doc.faint(group.words))), folds])
+    return doc.Table(
+        ["prompt", f"rewards, {ends[0]:.3g} to {ends[1]:.3g}: mean ± deviation", "best and worst answer"], rows
+    )
 
 
 def _dots(rewards: Sequence[float], low: float, high: float) -> doc.Part:
     """Draw ascending rewards as dots on a line from `low` to `high`, those of one reward beside each other; green above
     the mean, orange below, grey where all are equal.
     """
-    pictures, again = list[str](), Counter[float]()
+    dots, again = list[str](), Counter[float]()
     for reward in rewards:
         share = (reward - low) / (high - low) if high > low else 0.5
         apart = (-1 if share > 0.5 else 1) * min(again[reward] * _DOT, 12 * _DOT)
         again[reward] += 1
-        place = _DOT + share * (_TRACK - 2 * _DOT) + apart
         even, below = rewards[0] == rewards[-1], reward * len(rewards) < sum(rewards)
         rgb = "128,128,128" if even else doc.DOWN if below else doc.UP
-        pictures.append(f"radial-gradient(circle at {place:.0f}px 50%,rgba({rgb},.8) 4px,transparent {_DOT}px)")
-    line = "linear-gradient(transparent 7px,rgba(128,128,128,.4) 7px 8px,transparent 8px)"
-    return doc.Span("", f"display:inline-block;width:{_TRACK}px;height:16px;background:{','.join([*pictures, line])}")
+        dots.append(f"{_DOT + share * (_TRACK - 2 * _DOT) + apart:.0f}px 0 rgba({rgb},.8)")
+    # the dots are shadows of one that is left of the line
+    dot = f"display:block;width:8px;height:8px;margin:-5px 0 0 -4px;border-radius:50%;box-shadow:{','.join(dots)}"
+    line = f"width:{_TRACK}px;height:9px;margin-top:8px;border-top:1px solid rgba(128,128,128,.4)"
+    return doc.line(doc.Span("", dot), style=line) if dots else ()
 
 
 # --- phases -------------------------------------------------------------------------------
@@ -421,7 +427,7 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
 
 # --- columns that a phase wrote -----------------------------------------------------------------
 
-ENOUGH = 1 << 20
+ENOUGH = 1 << 18
 """Most elements of a column that are read; of a larger column evenly spaced rows are read, and the view says so."""
 _PIECES = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -80,22 +80,19 @@ class TranscriptView(doc.View):
 
     def _counts(self) -> list[str]:
         calls = sum(len(turn.calls) for turn in self.turns)
-        edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
         parts = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
-        parts += [f"{sum(self._row.own)} of {self._row.length} tokens are in the loss"]
-        return parts + ([f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else [])
+        return [*parts, f"{sum(self._row.own)} of {self._row.length} tokens are in the loss"]
 
     def document(self) -> doc.Part:
         """Build the display: the prompt and the turns of each sequence, in HTML with coloured tokens."""
-        return [
-            one._alone(() if place else legend(*self.tokens.quantity())) for place, one in enumerate(self.sequences)
-        ]
+        scale = legend(*self.tokens.quantity(), self.tokens.rows)
+        return [*(one._alone() for one in self.sequences), doc.Either(page=() if self.rendered else scale)]
 
-    def _alone(self, scale: doc.Part) -> doc.Part:
+    def _alone(self) -> doc.Part:
         row, places = self._row, range(len(self.turns))
         lines = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
-        page = headline(self.label, row, *self._counts()), scale, [self._message(one) for one in self.prompt], read
+        page = headline(self.label, row, *self._counts()), [self._message(one) for one in self.prompt], read
         text = [f"{self.label}: {self.head()}", lines, *map(self._turn_lines, places)]
         return doc.Either(text, [page, self._pages])
 
@@ -147,7 +144,9 @@ class TranscriptView(doc.View):
     def _turn(self, place: int, *answers: int) -> doc.Part:
         turn, folds = self.turns[place], list[doc.Part]()
         thought, words = self._pieces(turn)
-        inside = range(turn.first, min(turn.last + 1, self._row.length))
+        inside = self._all(place)
+        if not turn.calls and inside.stop - words.stop == 1:  # the token that ends the turn
+            words = range(words.start, inside.stop)
         others = [one for one in inside if one not in thought and one not in words]
         title = doc.Span((f"{place} · ", doc.bold(turn.role), doc.faint(doc.small(f" · {_facts(turn, self._row)}"))))
         score = doc.chip(f"reward {turn.score:g}", turn.score) if turn.score is not None else ()

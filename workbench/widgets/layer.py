@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -120,6 +121,20 @@ def _pressed(_: Any) -> None:
             runtime.interrupt()
 
 
+_OWN = {"stepping", "curves", "chat"}
+"""Scripts that have a part of the style sheet to themselves."""
+
+
+def _written(name: str, script: str) -> str:
+    """Read a script or style sheet for a script's widget: no parts of other scripts, no indentation, no comments. An
+    executed notebook keeps this text once for each view.
+    """
+    first, *parts = re.split(r"/\* --- (\w+).* --- \*/\n", (Path(__file__).parent / "static" / name).read_text())
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    whole = first + "".join(part for title, part in pairs if title == script or title not in _OWN)
+    return re.sub(r"^ *(//.*\n)?", "", whole, flags=re.MULTILINE)
+
+
 class Layer(anywidget.AnyWidget):
     """Base of the widgets: the page's script sends messages, `answer` replies, and large data travels in the replies."""
 
@@ -140,9 +155,8 @@ class Layer(anywidget.AnyWidget):
         if "script" in vars(cls):
             cls.scripts = (*([f"{cls.library}.iife.min.js"] if cls.library else []), "common.js", f"{cls.script}.js")
             cls.styles = (*([f"{cls.library}.min.css"] if cls.library else []), "tokens.css", "style.css")
-            folder = Path(__file__).parent / "static"
-            cls._esm = "".join((folder / name).read_text() for name in cls.scripts)
-            cls._css = "".join((folder / name).read_text() for name in cls.styles)
+            cls._esm = "".join(_written(name, cls.script) for name in cls.scripts)
+            cls._css = "".join(_written(name, cls.script) for name in cls.styles)
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:

@@ -13,9 +13,12 @@ function make(tag, options = {}, ...children) {
   return node;
 }
 
-// The one place where markup comes in: what `views` made and escaped, linted by the tests, and nothing else.
+// The one place where markup comes in: what `views` made and escaped, linted by the tests, and nothing else. What was unfolded stays so.
 function fromViews(node, html) {
+  const folds = () => [...node.querySelectorAll("details")], name = (fold) => fold.querySelector("summary").textContent;
+  const open = new Set(folds().filter((fold) => fold.open).map(name)), shut = new Set(folds().filter((fold) => !fold.open).map(name));
   node.innerHTML = html;
+  folds().forEach((fold) => { fold.open = open.has(name(fold)) || (fold.open && !shut.has(name(fold))); });
 }
 
 // Questions to the kernel, each answered once. While one waits it is sent again, the rarer the longer it waits: a question or an answer

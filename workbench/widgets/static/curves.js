@@ -383,7 +383,10 @@ function render({ model, el }) {
     plots.forEach((one) => one.show(at, true));
     if (plots.length) read(look.pointed || plots[0]);
     // a symptom stands under the curve of its metric, or under all
-    const note = (mark) => make("li", { value: all.marks.indexOf(mark) + 1 }, mark.text);
+    const note = (mark) => {
+      const [head, ...rest] = mark.text.split(": ");  // one line each, so that the plots of a row end together
+      return make("li", { value: all.marks.indexOf(mark) + 1 }, make("details", {}, make("summary", {}, head), make("div", {}, rest.join(": "))));
+    };
     const under = (mark) => all.plots.findIndex((plot) => plot.lines.some((line) => line.name === mark.metric));
     plots.forEach((one, number) => one.notes.replaceChildren(...all.marks.filter((mark) => under(mark) === number).map(note)));
     notes.replaceChildren(...all.marks.filter((mark) => under(mark) < 0).map(note));

@@ -78,7 +78,9 @@ function render({ model, el }) {
     const span = [Math.min(...rewards), Math.max(...rewards)];
     const all = make("button", { onclick: () => open(face.shown) }, "show the samples as a table");
     const head = make("div", { class: "wb-bar" }, all, make("span", { class: "wb-hint" }, "groups whose rewards differ most come first; press a dot or an answer"));
-    groups.replaceChildren(...(face.groups.length ? [head] : []), ...face.groups.flatMap((one) => grouped(one, face.shown, span)));
+    const titles = rewards.length ? ["prompt", `rewards, ${said(span[0])} to ${said(span[1])}: mean ± deviation`, "best and worst answer"] : ["prompt", "", "first answer"];
+    const names = titles.map((title) => make("div", { class: "wb-names" }, title));
+    groups.replaceChildren(...(face.groups.length ? [head, ...names] : []), ...face.groups.flatMap((one) => grouped(one, face.shown, span)));
     card.replaceChildren();
     next.disabled = face.next_stage === null;
     back.disabled = face.stands === 0;
