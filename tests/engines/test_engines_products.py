@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import products
+from workbench.engines.torch_internals import onednn_layout
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -51,3 +55,65 @@ def test_frozen_weights_autocast_and_copies_are_as_those_of_plain_layers(monkeyp
         assert torch.equal(products.product(states, model[0].weight, model[0].bias), plain(states))
     products.use_faster_products(plain.double())
     assert plain(states.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_weights_laid_out_once_give_the_very_numbers(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(576, 1536), nn.SiLU(), nn.Linear(1536, 192, bias=False), nn.Linear(192, 8))
+    products.use_faster_products(model)
+    kept: list[Tensor] = []
+    monkeypatch.setattr(products, "onednn_layout", lambda weight: kept.append(onednn_layout(weight)) or kept[-1])
+    for rows in (1, 2, 3, 8, 17, 64, 100, 480):
+        states = torch.randn(rows, 1, 576)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+            plain = model(states)
+            kept.clear()
+            with products.weights_laid_out(model, 64, 100):
+                assert torch.equal(model(states), plain) and torch.equal(model(states), plain)
+            assert len(kept) == (2 if half else 0 if rows == 1 else 1 if rows < 4 else 2)
+            with products.weights_laid_out(model, 1, 100), products.weights_laid_out(model, 64, 25):
+                kept.clear()
+                assert torch.equal(model(states), plain) and not kept
+
+
+def test_laid_out_weights_are_of_the_thread_that_decodes_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    model = nn.Sequential(nn.Linear(576, 576, bias=False))
+    products.use_faster_products(model)
+    states = torch.randn(8, 576)
+    with torch.no_grad(), products.weights_laid_out(model, 8, 100):
+        before = model(states)
+        model[0].weight.zero_()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(torch.no_grad()(model), states).result().any(), (
+                "a scoring beside the wave reads its weights"
+            )
+        assert torch.equal(model(states), before)
+        with torch.enable_grad():
+            assert not model(states).any()
+    assert not model(states).any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora_rank": 4}])
+def test_a_wave_samples_the_same_from_laid_out_weights(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(products, "_SMALL", 1)
+    kept: list[Tensor] = []
+    monkeypatch.setattr(products, "onednn_layout", lambda weight: kept.append(onednn_layout(weight)) or kept[-1])
+    engine = local("data/tiny-arith", device="cpu", self_check=False, **settings)
+    lengths = (32, 3, 1, 30)
+    asked = [
+        Request((5, 6, 7 + row), SamplingSettings(max_tokens=count, ignore_eos=True), row)
+        for row, count in enumerate(lengths)
+    ]
+    sampled = [(sample.ids, sample.log_probs) for sample in engine.sample_many(asked)]
+    assert kept
+    kept.clear()
+    monkeypatch.setattr(products, "_TOKENS", 1 << 30)
+    assert sampled == [(sample.ids, sample.log_probs) for sample in engine.sample_many(asked)]
+    assert not kept

@@ -109,7 +109,14 @@ def flash_backward(
 
 
 def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """left·rightᵀ + bias of float32 tensors [..., K], [N, K] and [N] on a CPU, by oneDNN. No public operation multiplies plain
-    tensors by it."""
+    """left·rightᵀ + bias of tensors [..., K], [N, K] (plain, or from `onednn_layout`) and [N] of one type on a CPU, by oneDNN.
+    No public operation multiplies plain tensors by it."""
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return found
+
+
+def onednn_layout(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight [N, K] in the order in which oneDNN reads it; a plain one is so copied at each product. The public
+    `torch.utils.mkldnn` turns whole modules."""
+    found: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return found

@@ -30,6 +30,7 @@ from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRow
 from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.grammar import Grammar
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
+from workbench.engines.local_engine.products import weights_laid_out
 from workbench.engines.local_engine.sampling import HeldRows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import (
     WANT,
@@ -379,6 +380,7 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         if self._settings.routing_replay and path != SHARED:
             expected = f"decode={SHARED!r}, proven by the self-check: open the engine with decode='auto'"
             raise EngineError("sampling with routing_replay", expected=expected, found=path)
+        tokens = max(request.settings.max_tokens for request in wave.questions)
         rows, going = HeldRows(self._eos, self.tokenizer, self._model.get_input_embeddings().num_embeddings), True
         while going:
             state, version = self.state_id, self.version
@@ -389,6 +391,7 @@ class LocalEngine(ModelEngine, Pushing, Generates):
                 memory.memory_errors("sampling", shape, "max_wave", self._live),
                 self._autocast(),
                 casts_kept(self._model),
+                weights_laid_out(self._model, len(wave.questions), tokens),
                 caching as cache,
             ):
                 given = (version, self._settings.max_wave, partial(self._still, state))

@@ -2,10 +2,16 @@
 
 On a CPU torch multiplies float32 by MKL, which uses AVX-512 on Intel's processors alone. oneDNN, by which torch multiplies
 bfloat16, uses it on AMD's, too, and takes about half the time. Both round in float32, in another order.
+
+oneDNN reads weights in an order of its own, and copies plain ones into it at each product. While many tokens are decoded
+these copies are kept (`weights_laid_out`): the numbers are the same to the last bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -13,10 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workbench.engines.torch_internals import onednn_product
+from workbench.base.memory import available
+from workbench.engines.torch_internals import onednn_layout, onednn_product
 
 _LEAST = 1 << 20
 """Multiplications below which oneDNN's start costs more than it saves (measured)."""
+_SMALL = 1 << 16
+"""Numbers of a weight below which a kept copy gains nothing in bfloat16."""
+_TOKENS = 25
+"""Tokens up to which laying weights out takes longer than it saves (measured)."""
+_LAID: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("workbench_laid_out", default=None)
+"""The laid out weights of layers, of the thread that decodes."""
 _PROCESSORS = Path("/proc/cpuinfo")
 FASTER = (
     torch.backends.mkldnn.is_available()
@@ -32,6 +45,20 @@ def use_faster_products(model: nn.Module) -> None:
     for part in model.modules() if FASTER else ():
         if type(part) is nn.Linear:
             part.__class__ = Linear
+
+
+@contextmanager
+def weights_laid_out(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
+    """Context manager: keeps each weight, once this thread has multiplied by it, in oneDNN's order until the end; the weights
+    must not change inside. Nothing is kept for a single row or few tokens, or where an eighth of the free memory would not do.
+    """
+    half = torch.is_autocast_enabled("cpu")
+    size = sum(part.weight.numel() for part in model.modules() if type(part) is Linear) * (2 if half else 4)
+    kept = _LAID.set({} if rows > 1 and tokens > _TOKENS and size < available() // 8 else None)
+    try:
+        yield
+    finally:
+        _LAID.reset(kept)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -53,10 +80,27 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output [..., N] of states [..., K]."""
-        if type(input) is not Tensor or type(self.weight) is not nn.Parameter or torch.is_autocast_enabled("cpu"):
+        if type(input) is not Tensor or type(self.weight) is not nn.Parameter:
+            return super().forward(input)
+        kept = None if torch.is_grad_enabled() else _LAID.get()
+        if kept is not None and (kind := self._laid_out_in(input)) is not None:
+            if self not in kept:
+                kept[self] = onednn_layout(self.weight.detach().to(kind))
+            return onednn_product(input.to(kind), kept[self], None if self.bias is None else self.bias.to(kind))
+        if torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         run = _Product.apply if torch.is_grad_enabled() else product
         return cast(Tensor, run(input, self.weight, self.bias))
+
+    def _laid_out_in(self, states: Tensor) -> torch.dtype | None:
+        """The type in which a laid out weight gives the very numbers of the plain one; None where it does not."""
+        kinds, size = {states.dtype, self.weight.dtype}, states.numel()
+        if torch.is_autocast_enabled("cpu"):
+            halves = torch.get_autocast_dtype("cpu") == torch.bfloat16 and kinds <= {torch.bfloat16, torch.float32}
+            return torch.bfloat16 if halves and self.weight.numel() >= _SMALL else None
+        # of a single row oneDNN multiplies plain float32 weights by another kernel
+        same = kinds == {torch.float32} and size > self.in_features and size * self.out_features >= _LEAST
+        return torch.float32 if same else None
 
 
 class _Product(torch.autograd.Function):
