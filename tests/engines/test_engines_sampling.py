@@ -432,3 +432,13 @@ class Waiting:
     def join(self, most: int) -> dict[int, Request]:
         """Nobody."""
         return {}
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 64, 5), (24, 3, 64, 100), (2, 48, 128, 333), (5, 7, 16, 31)])
+def test_scores_of_a_decode_step_in_bfloat16_are_the_products_of_queries_and_keys(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    batch, queries, width, keys = shape
+    query, buffer = torch.randn(batch, queries, width).bfloat16(), torch.randn(batch, 512, width).bfloat16()
+    key = buffer[:, 2 : 2 + keys]
+    found = caches._scores(query, key)
+    assert torch.equal(found, torch.bmm(query, key.transpose(1, 2))) and found.is_contiguous()
