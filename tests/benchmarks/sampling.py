@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python tests/benchmarks/sampling.py
     PYTHONPATH=. python tests/benchmarks/sampling.py --limit MODEL      # one token of all rows beside what the processor could do
+    PYTHONPATH=. python tests/benchmarks/sampling.py --ways MODEL       # every way to decode: rows, precisions, LoRA, memory
 
 Prints tables; `tests/benchmarks/README.md` has the last ones, with date and machine.
 """
@@ -19,12 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.base import memory
 from workbench.engines import Request, SamplingSettings, local
-from workbench.engines.local_engine.caches import SharedPrefix
+from workbench.engines.local_engine.caches import PATHS, UNCACHED, PaddedRows, SharedPrefix, Uncached
 from workbench.engines.local_engine.products import product
 from workbench.engines.local_engine.sampling import HeldRows, draw
 
 WAYS = ("lean", "shared prompts", "own cache")
+SIDES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "LoRA, float32": {"lora_rank": 16},
+    "LoRA, bfloat16": {"lora_rank": 16, "dtype": "bfloat16"},
+}
 
 
 def alternating(what: Mapping[str, Callable[[], Any]], rounds: int) -> list[str]:
@@ -73,14 +81,9 @@ def limits(model: str, rows: Sequence[int]) -> None:
     """Milliseconds of a decode step and of its draws, beside what its products take at the rate of a large product, what its
     weights take to be read at the rate of a sum over 256 MB, and what its products take one by one, all in turn."""
     step, advance = SharedPrefix.step, HeldRows.advance
-    sides: dict[str, dict[str, Any]] = {
-        "float32": {},
-        "bfloat16": {"dtype": "bfloat16"},
-        "LoRA, float32": {"lora_rank": 16},
-    }
-    for name, settings in sides.items():
+    for name, settings in SIDES.items():
         engine = local(model, device="cpu", threads=1, decode="lean", self_check=False, **settings)
-        kind = torch.bfloat16 if name == "bfloat16" else torch.float32
+        kind = torch.bfloat16 if "bfloat16" in name else torch.float32
         weights = [
             p.detach().to(kind) for key, p in engine._model.named_parameters() if p.dim() == 2 and "lora" not in key
         ]
@@ -124,6 +127,40 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
     return run
 
 
+def compared(model: str, sides: Sequence[str], rows: Sequence[int], length: int, tokens: int, rounds: int) -> None:
+    """CPU milliseconds until each row's first token (prompts included) and of a further token of all rows, medians of
+    the rounds, and the most megabytes that a rollout needs beside what the engine holds before it: each way in turn,
+    with the same weights. The whole row again for each token (`no cache`) is tried with at most eight rows."""
+    spent: dict[str, list[float]] = {"seat": [], "step": []}
+    for kind in (SharedPrefix, PaddedRows, Uncached):
+        for part, each in spent.items():
+            setattr(kind, part, timed(getattr(kind, part), each))
+    for side in sides:
+        engine = local(model, device="cpu", threads=1, self_check=False, **SIDES[side])
+        for count in rows:
+            asked = requests(max(1, count // 8), length, [tokens] * count)
+            warms = int(count == rows[0])  # a first round that is not counted
+            tried = [way for way in PATHS if way != UNCACHED or count <= 8]
+            found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in tried}
+            for number in range(rounds + warms):
+                for way in tried:
+                    engine._settings = engine._settings.replace(decode=way)
+                    held = memory.resident()
+                    memory.peak(begin=True)
+                    for each in spent.values():
+                        each.clear()
+                    engine.sample_many(asked)
+                    seats, steps = spent["seat"], spent["step"]
+                    more = (memory.peak() - held) / 1e6
+                    if number >= warms:
+                        found[way].append((sum(seats) + steps[0], median(steps[1:]), more))
+            for way, taken in found.items():
+                first, further, more = (median(one) for one in zip(*taken, strict=True))
+                whole = first + (tokens - 1) * further
+                line = f"{side}, {count} rows of {length} + {tokens}, {way}: first {first * 1e3:.1f}, further {further * 1e3:.2f} ms"
+                print(f"{line}, whole {whole:.3f} s, {more:.0f} MB", flush=True)
+
+
 def main() -> None:
     """All tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,8 +169,16 @@ def main() -> None:
     parser.add_argument(
         "--limit", metavar="MODEL", help="the folder of a model: its decode steps beside the processor's limit"
     )
+    parser.add_argument("--ways", metavar="MODEL", help="the folder of a model: every way to decode it")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES), help="of --ways")
+    parser.add_argument("--counts", nargs="+", type=int, default=[8, 16, 64, 256], help="rows of --ways")
+    parser.add_argument("--length", type=int, default=60, help="of the prompts of --ways")
+    parser.add_argument("--tokens", type=int, default=8, help="of a response of --ways")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.ways:
+        compared(options.ways, options.sides, options.counts, options.length, options.tokens, options.rounds)
+        return
     if options.limit:
         limits(options.limit, (8, 64))
         return

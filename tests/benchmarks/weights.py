@@ -78,13 +78,14 @@ def main() -> None:
     parser.add_argument("--sampler", default="local", choices=("local", "here", "vllm"))
     parser.add_argument("--dtype", default="float32", help="vLLM's")
     parser.add_argument("--way", default="auto")
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapters of both; 0: none")
     parser.add_argument("--mebibytes", type=int, default=128, help="of a bucket")
     parser.add_argument("--pushes", type=int, default=3)
     o = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         path = o.model or str(make_shaped_model(Path(scratch) / "model", o.shape))
-        learner = local(path, self_check=False)
+        learner = local(path, self_check=False, lora_rank=o.lora)
         with torch.no_grad():
             for one in learner._model.parameters():
                 one.mul_(1)  # its own memory, no longer pages of the file
@@ -92,7 +93,7 @@ def main() -> None:
             one.numel() for one in learner._model.parameters()
         )  # of the model in bfloat16, tied weights once
         if o.sampler == "vllm":
-            sampler: Any = vllm(path, dtype=o.dtype, max_model_len=256, kv_cache_memory_mb=64)
+            sampler: Any = vllm(path, dtype=o.dtype, max_model_len=256, kv_cache_memory_mb=64, lora_rank=o.lora)
         elif o.sampler == "here":
             sampler = local(path, self_check=False)
         else:
