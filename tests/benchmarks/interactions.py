@@ -103,7 +103,9 @@ class Stands:
     def __init__(self, trace: wb.Trace) -> None:
         columns, phases = dict[str, Any](), list[Any]()
         for phase in trace.phases:  # in memory, as a stepper has them
-            columns |= {name: phase.batch[name] for name in phase.batch.columns if name not in columns or name in phase.wrote}
+            columns |= {
+                name: phase.batch[name] for name in phase.batch.columns if name not in columns or name in phase.wrote
+            }
             tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
             objects = {name: column for name, column in columns.items() if name not in tensors}
             phases.append(replace(phase, batch=wb.DataProto(tensors, objects)))
