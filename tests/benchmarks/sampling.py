@@ -145,6 +145,7 @@ def compared(model: str, sides: Sequence[str], rows: Sequence[int], length: int,
             for number in range(rounds + warms):
                 for way in tried:
                     engine._settings = engine._settings.replace(decode=way)
+                    memory.trim()  # else what other ways have freed counts as held
                     held = memory.resident()
                     memory.peak(begin=True)
                     for each in spent.values():
