@@ -212,7 +212,7 @@ def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
     best, last = max(means), means[-1]
     spread = max(values) - min(values)
     if best - last > 0.3 * spread and best - last > 0.05:
-        since = int(rows[means.index(best)][STEP])
+        since = [int(row[STEP]) for row in rows if series([row], "critic/score/mean")][means.index(best)]
         do = "KL too far from the start, or lr too high: go back to a checkpoint, raise kl_coef, lower lr"
         found = f"running mean {best:.3f} → {last:.3f}"
         yield Symptom("reward has fallen", found, since, do, metric="critic/score/mean")
