@@ -115,7 +115,7 @@ def test_what_a_person_types_by_guess_works(tiny: str, mine: Path, tmp_path: Pat
     gain = after - before
     assert gain == after.compare(before) and gain.value == pytest.approx(after.mean - before.mean) and gain.n == 12
     assert gain.low <= gain.value <= gain.high and (before - before).value == 0.0
-    with pytest.raises(DataError, match="expected of the same rows; found 12 and 2 prompts, none in both"):
+    with pytest.raises(DataError, match="expected evaluations of the same rows; found 12 and 2 prompts, none in both"):
         after - wb.evaluate(engine, wb.rows([{"prompt": "a", "answer": "b"}] * 2), reward=brief, max_tokens=2)
 
     engine.save(tmp_path / "model")

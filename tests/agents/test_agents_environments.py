@@ -62,7 +62,7 @@ def test_a_gym_like_environment_is_played_by_bisection() -> None:
         async with interacting({"gym": interaction}, row) as session:
             assert interaction.opening(session.instance_id) == row["prompt"][1]["content"]
             confused = await session.respond(said("five?"))
-            assert not confused.stop and "This is no action" in confused.text and confused.score == 0.0
+            assert not confused.stop and "This is not an action" in confused.text and confused.score == 0.0
             while True:
                 guess = (low + high) // 2
                 reply = await session.respond(said(guess))
@@ -138,13 +138,16 @@ def test_the_model_reads_what_the_environment_renders_and_rows_agree() -> None:
     assert environment_rows(game, 1)[0]["prompt"][0]["content"] == "<green>S</green>G"
     assert environment_rows(game, 1)[0]["extra_info"]["interaction_kwargs"] == {"name": "line", "seed": 0}
     lost, stay, won = asyncio.run(play(game, "gone right", "First GO RIGHT, no: stay.", "go right"))
-    assert lost.text == "This is no action: 'gone right'; expected one of stay, go right" and not lost.stop
+    assert lost.text == "This is not an action: 'gone right'; expected one of stay, go right" and not lost.stop
     assert (stay.text, stay.score) == ("<green>S</green>G", 0.0)
     assert (won.text, won.score, won.stop) == ("S<yellow>G</yellow>", 1.0, True)
     by_number = GymInteraction(Shown, show=lambda observation, env: f"{observation} of {len(env.render())}")
     high, no, yes = asyncio.run(play(by_number, "7", "right", " 1 "))
-    assert high.text == "This is no action: 7; expected a whole number from 0 to 1"
-    assert no.text == "This is no action: 'right'; expected a whole number from 0 to 1" and (yes.text, yes.stop) == (
+    assert high.text == "This is not an action: 7; expected a whole number from 0 to 1"
+    assert no.text == "This is not an action: 'right'; expected a whole number from 0 to 1" and (
+        yes.text,
+        yes.stop,
+    ) == (
         "1 of 17",
         True,
     )

@@ -116,7 +116,7 @@ def test_without_a_template_contents_are_lines(made: dict[str, Any]) -> None:
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "0 times|leaves the new turn out"),
         (
             "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-            "begin differently",
+            "begins an answer differently",
         ),
         ("{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "no tools here"),
     ],

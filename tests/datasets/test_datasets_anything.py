@@ -182,7 +182,7 @@ def test_columns_are_named_and_the_others_stay() -> None:
     rows = wb.rows(records, prompt="q", answer="a", system="Be brief.")
     assert [turn["role"] for turn in rows[0]["prompt"]] == ["system", "user"]
     assert rows[0]["reward_model"] == {"style": "rule", "ground_truth": "007"} and rows[0]["level"] == 3
-    with pytest.raises(DataError, match=r"'b' is no column; found columns id, q, a, level; .*prompt='q'"):
+    with pytest.raises(DataError, match=r"'b' is not a column; found columns id, q, a, level; .*prompt='q'"):
         wb.rows(records, prompt="q", answer="b")
     with pytest.raises(DataError, match="has a system message; found 'x'; leave system= out"):
         wb.rows([{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}], system="z")
@@ -255,7 +255,7 @@ def test_numbers_of_a_csv_keep_their_text(tmp_path: Path) -> None:
 def test_several_splits_and_what_is_no_table_are_refused() -> None:
     both = DatasetDict(train=Dataset(PLAIN), test=Dataset(PLAIN))
     with pytest.raises(
-        DataError, match=r"several splits; expected one; found train, test; take one: wb.rows\(x\['train'\]\)"
+        DataError, match=r"several splits; expected one split; found train, test; take one: wb.rows\(x\['train'\]\)"
     ):
         wb.rows(both)
     assert len(wb.rows(both["train"])) == 12

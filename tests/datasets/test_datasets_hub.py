@@ -64,7 +64,7 @@ def test_several_splits_are_listed_and_wrong_ones_refused_with_the_nearest(hub: 
         DataError, match=r"several splits.*main/test, main/train, socratic/train.*wb.rows\('openai/gsm8k:main/"
     ):
         wb.rows("openai/gsm8k")
-    with pytest.raises(DataError, match=r"several splits; expected one; found main/test, main/train;"):
+    with pytest.raises(DataError, match=r"several splits; expected one split; found main/test, main/train;"):
         wb.rows("openai/gsm8k:main")
     assert questions(wb.rows("openai/gsm8k:test")) == ["4+4?"]
     with pytest.raises(DataError, match="did you mean 'main/train'"):

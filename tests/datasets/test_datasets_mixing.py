@@ -133,7 +133,7 @@ def test_wrong_parts_are_refused_by_name() -> None:
     for parts in ({}, {"a": 3}, {1: rows(2)}, {"a": rows(2)[:0]}, rows(3), "a.jsonl"):
         with pytest.raises(DataError):
             mix(parts)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="go outermost"):
+    with pytest.raises(DataError, match="cannot be a part of other rows"):
         mix({"a": growing(rows(2)), "b": rows(2)})
     with pytest.raises(DataError, match="exhausted"):
         mix({"a": rows(2)}, exhausted="maybe")

@@ -257,7 +257,7 @@ def test_what_cannot_be_gone_on_with(make_notebook: Any, tmp_path: Path) -> None
         job_of(tmp_path)
     assert cli.main(["train"]) == 2
     (tmp_path / "job.json").write_text(json.dumps({"notebook": "gone.ipynb", "crc32": 0, "parameters": {}}))
-    with pytest.raises(RunError, match="notebook is gone"):
+    with pytest.raises(RunError, match="notebook does not exist any more"):
         job_of(tmp_path)
     path = make_notebook("1")
     (tmp_path / "job.json").write_text(json.dumps({"notebook": str(path), "crc32": 0, "parameters": {"lr": 1.0}}))

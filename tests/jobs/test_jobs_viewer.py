@@ -336,5 +336,5 @@ def test_a_written_folder_is_bounded_says_so_and_overwrites_only_a_report(folder
     assert write_folder(folder / "a", target, limit=0.05)[1] == said
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(RunError, match="is no report"):
+    with pytest.raises(RunError, match="is not a report"):
         write_folder(folder / "a", tmp_path / "mine")

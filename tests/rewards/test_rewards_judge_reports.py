@@ -381,7 +381,7 @@ def test_the_figure_and_the_tables() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(SettingError, match="label="):
+    with pytest.raises(SettingError, match="argument label"):
         judge_report(same, graded())
     with pytest.raises(SettingError, match="rating 'wit'.*helpfulness"):
         judge_report(same, graded(), label="wit")

@@ -180,7 +180,7 @@ def test_a_wrong_path_does_not_look_like_pins_that_hold(tmp_path: Path) -> None:
         pins(tmp_path / "absent.jsonl").check(strict)
     kept = pins(tmp_path / "pins.jsonl")
     kept.add(batch(), row=0, expected=1)
-    with pytest.raises(DataError, match="checked by one reward"):
+    with pytest.raises(DataError, match="reward of check"):
         kept.check([strict, flexible])
     with pytest.raises(DataError, match="reading"):
         pins(tmp_path)
@@ -249,10 +249,10 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     ("line", "said"),
     [
         (b"<<<<<<< HEAD\n", "resolve the git merge conflict: keep the lines of both sides"),
-        (b'{"format": 4, "expec\n', "is no pin; found JSONDecodeError"),
+        (b'{"format": 4, "expec\n', "is not a pin; found JSONDecodeError"),
         (b'{"format": 4, "expected": NaN, "response": "r"}\n', "JSON has no number NaN"),
-        (b"\xff\n", "is no pin; found UnicodeDecodeError"),
-        (b"[" * 100_000 + b"\n", "is no pin; found RecursionError"),
+        (b"\xff\n", "is not a pin; found UnicodeDecodeError"),
+        (b"[" * 100_000 + b"\n", "is not a pin; found RecursionError"),
         (b"[1]\n", r"expected a JSON object; found \[1\]"),
         (b'{"format": 9, "expected": 1, "response": "r"}\n', f"expected format {FORMAT}; found 9"),
         (b'{"format": 4, "expected": 1}\n', "field 'response' of a pin; expected a str; found None"),

@@ -66,7 +66,7 @@ _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release"
 
 def checked_tools(tools: Any) -> list[Tool]:
     """Return an agent's `tools=` (list or mapping) as a list. Raises `SettingError`, naming the entry, for an object
-    that is no tool."""
+    that is not a tool."""
     if isinstance(tools, Mapping):
         tools = tools.values()
     alone = isinstance(tools, str | type) or inspect.isroutine(tools) or hasattr(tools, "get_openai_tool_schema")
@@ -170,7 +170,8 @@ class OpenTools:
         """Tool → its `Score` of the whole episode as a dict, of tools whose `calc_reward` returns one."""
 
     async def call(self, call: FunctionCall) -> ToolCall:
-        """Run one tool call. A tool's exception is not raised: the call gets an error text for the model and reward 0.0."""
+        """Run one tool call. A tool's exception is not raised: the call gets an error text for the model and reward
+        0.0."""
         tool = self._box.tools.get(call.name)
         if tool is None:
             close = nearest(call.name, self._box.tools)

@@ -48,8 +48,8 @@ class GymInteraction(BaseInteraction):
             discrete space, else the text.
         show: function from an observation, or from (observation, environment), to text; None: what `render` returns in
             the text modes (`render_mode` "ansi"), with `<red>…</red>` for its colours, else the observation.
-        threads: run `make`, `reset`, `step`, `show` and `close` in threads, one at a time but not always the same; False: in
-            the event loop's thread, for an environment that is bound to a thread.
+        threads: run `make`, `reset`, `step`, `show` and `close` in threads, one at a time but not always the same;
+            False: in the event loop's thread, for an environment that is bound to a thread.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GymInteraction(BaseInteraction):
         try:
             action = self._action_in(last_message(messages), getattr(env, "action_space", None))
         except ValueError as error:
-            return False, f"This is no action: {error}", 0.0, {"action": None}
+            return False, f"This is not an action: {error}", 0.0, {"action": None}
         outcome = await self._run(env.step, action)
         if not isinstance(outcome, tuple) or len(outcome) not in (4, 5):
             expected = "a tuple (observation, reward, terminated, truncated, info)"

@@ -67,7 +67,7 @@ class Gsm8kInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, str]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start a conversation; return its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
+        """Start a conversation; return its id. Raises `SettingError` for a row whose `ground_truth` is not a number."""
         truth = written_truth(kwargs.get("ground_truth"))
         if truth is None:
             value = describe(kwargs.get("ground_truth"))
@@ -257,7 +257,7 @@ async def interacting(
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's `interaction_kwargs`, from its `extra_info` or the row; a mapping that is no row is taken to be
+    """Return a row's `interaction_kwargs`, from its `extra_info` or the row; a mapping that is not a row is taken to be
     the kwargs.
 
     Keys whose value is None are left out, as a parquet file gives every row the keys of all rows.

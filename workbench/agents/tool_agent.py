@@ -343,7 +343,7 @@ class ToolAgent(AgentLoopBase):
         return episode.state
 
     def read(self, part: Transcript) -> tuple[tuple[int, ...], dict[str, torch.Tensor] | None]:
-        """Return a sequence so far as the model reads it: (token ids, the inputs of its pictures or None)."""
+        """Return the model inputs of a sequence so far: (its token ids, the inputs of its pictures or None)."""
         if not part.seen:
             return part.context, None
         return (*part.prompt_ids, *self.tokens.readable(part.ids, part.mask)), pixels_of(part.seen)

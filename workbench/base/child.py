@@ -47,7 +47,7 @@ _RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['_serve'](*sys.argv[2:])"
 
 
 class TooLong(ConnectionError):
-    """A message is longer than its receiver accepts, or the bytes that came are no message."""
+    """A message is longer than its receiver accepts, or the bytes that came are not a message."""
 
 
 class Stuck(TimeoutError):

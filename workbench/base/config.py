@@ -44,7 +44,7 @@ def require(condition: bool, what: str, *, expected: object, found: object, do: 
 
 
 def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise `SettingError` for the first of `names` that is no setting of `what`.
+    """Raise `SettingError` for the first of `names` that is not a setting of `what`.
 
     The message has the name that workbench uses where `elsewhere` maps another library's name to it, else the nearest
     known name.
@@ -199,7 +199,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
     """Read a YAML (or JSON) file of at most `most` bytes: a mapping of names to plain values.
 
-    Raises `SettingError`, with the line, for what YAML would silently read as something else: keys that are no text
+    Raises `SettingError`, with the line, for what YAML would silently read as something else: keys that are not text
     (`on:` is True), repeated keys, whole numbers of another base (`010` is 8, `1:30` is 90), and aliases, which let 300
     bytes expand to gigabytes. `1e-6`, a text in YAML, becomes a number where a setting is one.
     """

@@ -38,7 +38,7 @@ class WorkbenchError(Exception):
     found, and what to do.
 
     Example:
-        >>> raise SettingError("'step' is no setting of grpo", do="did you mean 'steps'?")  # doctest: +SKIP
+        >>> raise SettingError("'step' is not a setting of grpo", do="did you mean 'steps'?")  # doctest: +SKIP
     """
 
     def __init__(self, what: str = "", *, expected: object = None, found: object = None, do: str | None = None) -> None:
@@ -140,8 +140,8 @@ class Interrupted(WorkbenchError, RuntimeError):
 def message(what: str, *, expected: object = None, found: object = None, do: str | None = None) -> str:
     """Join an error text in workbench's order: what is wrong, what was expected, what was found, what to do.
 
-    >>> message("'step' is no setting of grpo", found="step", do="did you mean 'steps'?")
-    "'step' is no setting of grpo; found step; did you mean 'steps'?"
+    >>> message("'step' is not a setting of grpo", found="step", do="did you mean 'steps'?")
+    "'step' is not a setting of grpo; found step; did you mean 'steps'?"
     """
     parts = [what]
     if expected is not None:

@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length") or "0"
         size = int(length) if length.isdecimal() else -1
         if size < 0:
-            return self._refuse(400, "Content-Length is no number of bytes")
+            return self._refuse(400, "Content-Length is not a number of bytes")
         if size > MAX_REQUEST:
             return self._refuse(413, f"the request has {size} bytes; expected at most {MAX_REQUEST}")
         self._answer("POST", self.rfile.read(size))

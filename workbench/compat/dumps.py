@@ -1,7 +1,7 @@
 """`read_dump`: saved rollouts as batches: verl's jsonl and its generations, TRL's parquet, ours, any table of completions.
 
-Values are kept as they are: text is unchanged, a row whose reward is missing or NaN is not scored, and where the dump has no
-total (TRL writes a column per reward function) `score.why` says how it was computed.
+Values are kept as they are: text is unchanged, a row whose reward is missing or NaN is not scored, and where the dump
+has no total (TRL writes a column per reward function) `score.why` says how it was computed.
 """
 
 from __future__ import annotations
@@ -482,8 +482,8 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[DumpRecord]
 
 
 def _read(place: str, record: Any, file: int, named: int | None) -> DumpRecord:
-    """Make the `DumpRecord` of one saved record. Raises `DataError` for what is no record, and for a step that is not a
-    whole number."""
+    """Make the `DumpRecord` of one saved record. Raises `DataError` for what is not a record, and for a step that is
+    not a whole number."""
     values = cells_of(record, place)
     value = values.get("step")
     if isinstance(value, str) and value.strip().isdecimal():  # TRL's tables for trackers

@@ -524,7 +524,7 @@ def real(key: str) -> str:
 
 
 def account(command: Command) -> list[SettingRow]:
-    """Return a row for every setting of a command and for every word that is no setting, then rows for settings that
+    """Return a row for every setting of a command and for every word that is not a setting, then rows for settings that
     contradict each other."""
     values = canonical(command.settings)
     rows = [_row_for(key, value, values) for key, value in command.settings.items()]

@@ -24,7 +24,7 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 TEXTS = ("text", "a mapping", "a list of words")
-"""Sources of commands that are no file."""
+"""Sources of commands that are not a file."""
 _SFT_SECTIONS = frozenset(("model", "optim", "engine", "checkpoint"))
 """Sections that the configuration of verl's SFT trainer has, and that of its RL trainer has not."""
 _NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.run_name", "trainer.project_name")
@@ -32,12 +32,12 @@ _NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.run_n
 
 
 class Command(NamedTuple):
-    """The settings that were read from one verl command, and the words that are no settings."""
+    """The settings that were read from one verl command, and the words that are not settings."""
 
     settings: dict[str, Any]
     """Dotted name → value, in the order in which they were written; of a name that stands twice the last."""
     left_out: dict[str, str]
-    """What is no setting → why: words, deleted keys, configuration files that are not there."""
+    """What is not a setting → why: words, deleted keys, configuration files that are not there."""
     source: str
     """The file, or the kind of text."""
     suffix: str = ""

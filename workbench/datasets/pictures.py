@@ -51,7 +51,7 @@ class Picture:
         """Read a picture from bytes, a path, a `data:` URI, a PIL image, or a dict with one of these; `place` names it
         in errors.
 
-        Raises `DataError` for an address on the network, for what is no picture, and for one of more than
+        Raises `DataError` for an address on the network, for what is not a picture, and for one of more than
         `MOST_PIXELS`.
         """
         if isinstance(value, Picture):

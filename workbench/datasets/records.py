@@ -76,7 +76,7 @@ class Reading:
         """Read each record as a row: (the rows, a description of which columns became what). `records` is an iterable
         of dicts, or a table.
 
-        Raises `DataError`, naming `source` and the row, where a record is no row; and where no column is known as a
+        Raises `DataError`, naming `source` and the row, where a record is not a row; and where no column is known as a
         prompt, with the columns that there are and the line that names them.
         """
         if isinstance(records, str | bytes | Mapping) or not isinstance(records := table_records(records), Iterable):
@@ -125,7 +125,7 @@ class Reading:
     ) -> DataError:
         """Make the error for a column named `missing` that the records lack, or (None) for records of which no column
         is known as a prompt."""
-        what, expected = f"{missing!r} is no column{where}", None
+        what, expected = f"{missing!r} is not a column{where}", None
         if not missing:
             what, expected = f"no column{where or ' of the rows'} is known as a prompt", f"one of {', '.join(PROMPTS)}"
         found = f"columns {', '.join(columns) or '(none)'}"
@@ -366,7 +366,7 @@ def _plain_value(value: Any) -> Any:
 
 def cells_of(record: Any, place: str) -> dict[str, Any]:
     """Return the cells of a record by their columns, as plain values; missing ones are None. Raises `DataError` for
-    what is no record."""
+    what is not a record."""
     if not isinstance(record, Mapping):
         raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
     cells = {str(name): plain(value, f"column {str(name)!r} of {place}") for name, value in record.items()}
@@ -411,7 +411,7 @@ def chat(prompt: Any, place: str) -> list[dict[str, Any]]:
     chat.
 
     Parts of text (`{"type": "text", "text": …}`) become one text, with a part per line. Raises `DataError`, naming
-    `place`, for anything else: parts that are no text, unknown roles, no content, text that looks like a chat and
+    `place`, for anything else: parts that are not text, unknown roles, no content, text that looks like a chat and
     cannot be read as one.
     """
     prompt = _read(prompt, place) if isinstance(prompt, str) else plain(prompt)

@@ -94,7 +94,7 @@ class Rows(Shown):
     the same way. A missing cell (NaN) is None. A row whose prompt was a plain text has `prompt_is_text`, so that reward
     functions in TRL's style get a text for it. With `wb.rows(…, raw=True)` a prompt stays a text. It is immutable:
     slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy. `Rows` with equal
-    content and `max_prompt_length` are equal. Raises `DataError` for a record that is no row, by row and column, and
+    content and `max_prompt_length` are equal. Raises `DataError` for a record that is not a row, by row and column, and
     for a column whose name is reserved (`workbench.dataproto.columns`).
 
     Example:

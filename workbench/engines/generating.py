@@ -64,7 +64,7 @@ class Generates:
                 questions, which are answered together and give a list of texts.
             max_tokens: most tokens of an answer.
             temperature: 0 takes the likeliest token each time; 1 samples from the model.
-            seed: of the draws.
+            seed: seed of the random draws.
             sampling: further `SamplingSettings`.
         """
         many = not isinstance(prompt, str) and all(isinstance(one, str) for one in prompt)

@@ -70,7 +70,7 @@ class SamplingSettings(Settings):
 
     @property
     def filters(self) -> bool:
-        """Whether `top_p`, `top_k` or `min_p` rule tokens out."""
+        """Whether `top_p`, `top_k` or `min_p` exclude tokens from sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property

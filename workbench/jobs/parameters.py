@@ -148,8 +148,8 @@ OF_THE_RUNNER = (
 def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Check parameter values and convert them to the notebook's types: `"false"` → False, `"1e-6"` → 1e-6.
 
-    A text for a `list[str]` that is no list becomes a list of one, and `~/` becomes the home folder. `run` and `resume`
-    are allowed for every notebook (`OF_THE_RUNNER`). No kernel is started.
+    A text for a `list[str]` that is not a list becomes a list of one, and `~/` becomes the home folder. `run` and
+    `resume` are allowed for every notebook (`OF_THE_RUNNER`). No kernel is started.
 
     Raises `SettingError` for a name that is not declared (the message has the nearest one) or not an identifier, and
     for a value that the annotation does not allow.

@@ -31,8 +31,8 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     """Write a run as one HTML file: state, settings, curves, then the executed notebook. Returns the file's path.
 
     The file is `report.html` in the run folder unless `output` names another one. Text that a model wrote is escaped,
-    and scripts are removed, also those in the notebook's own outputs. Raises `RunError` where `run` is no run folder.
-    """
+    and scripts are removed, also those in the notebook's own outputs. Raises `RunError` where `run` is not a run
+    folder."""
     opened = load_run(run)
     if output is None and is_address(run):
         raise RunError(f"{run} is only read", do="name the report's file with -o")

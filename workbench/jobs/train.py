@@ -135,7 +135,7 @@ def _takes_settings(
     """Decorator that turns a function of `TrainSettings` into one of keyword arguments, with types and defaults in its
     signature.
 
-    `settings_class` tells a type checker the arguments. A name that is no setting is refused: the message has the
+    `settings_class` tells a type checker the arguments. A name that is not a setting is refused: the message has the
     nearest one, or for another library's name the one used here.
     """
 

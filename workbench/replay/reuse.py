@@ -94,7 +94,7 @@ def _ranked(batch: DataProto) -> list[list[int]]:
     rewards the earlier one."""
     if SESSION in batch or "turns" in batch:
         do = "learn from run.rollouts(), which has their tokens and masks"
-        raise RunError("an agent's episodes are no single answers", expected="single responses", do=do)
+        raise RunError("an agent's episodes are not single answers", expected="single responses", do=do)
     groups: dict[str, dict[str, int]] = {}
     order = torch.argsort(batch["reward"], descending=True, stable=True).tolist()
     for row in order:

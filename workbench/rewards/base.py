@@ -502,7 +502,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     A function with a plural argument (`completions`, `solution_strs`, `completion_ids`) is called once for the whole
     batch, except in AReaL's style (`prompt` or `prompt_ids` beside the plural), where it is called once per row. Raises
     `RewardError` for positional-only arguments, for a function without a readable signature, and for a name in `rename`
-    that is no argument.
+    that is not an argument.
     """
     name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
     parameters = parameters_of(function, f"reward function {describe(function)}", RewardError).values()
@@ -633,7 +633,7 @@ def _sample(row: Mapping[str, Any], prompt: Any) -> SimpleNamespace:
 def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) -> list[Score]:
     """Convert a function's result for several rows into one `Score` per row, without ever raising.
 
-    A result that is no score makes its row *infra_error*, and a wrong number of results makes all rows of the call
+    A result that is not a score makes its row *infra_error*, and a wrong number of results makes all rows of the call
     *infra_error*. `rows` are the row numbers.
     """
     try:

@@ -197,7 +197,7 @@ def _call(name: str, value: Any, wanted: Any) -> Case:
     arguments = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
         lines = [_possible_values(line) for line in value.splitlines() if line.strip()]
-        if all(lines):  # text that is no list of values is one argument
+        if all(lines):  # text that is not a list of values is one argument
             arguments = [line[0] for line in lines]
     # `True` is Python's value, or the text itself
     expected = _possible_values(wanted) or [wanted] if isinstance(wanted, str) else [wanted]

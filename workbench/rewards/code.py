@@ -29,7 +29,7 @@ _HARNESS = Path(case_harness.__file__).read_text(encoding="utf-8")
 _ROUNDS = 16
 """Rounds of tests whose calls depend on others' results: a program decides how often a loop of the tests calls it."""
 _NO_VALUE = "the program ended before its function returned"
-_NOT_READ = f"what the function returned is no plain value, or more than {_LARGEST >> 20} MB"
+_NOT_READ = f"what the function returned is not a plain value, or more than {_LARGEST >> 20} MB"
 _JUDGING = "the tests could not go on with what the program returned: "
 
 

@@ -37,7 +37,7 @@ class Calibration:
 
     of: str
     """What the confidence is: `stated` by the judge, the reward model's `margin` as a probability, the share of an item's
-    `votes` for its most frequent verdict, or a `size`, the difference of two numbers that is no probability."""
+    `votes` for its most frequent verdict, or a `size`, the difference of two numbers that is not a probability."""
     bins: Sequence[Bin]
     error: float
     """Expected calibration error; NaN of a `size`."""

@@ -132,7 +132,7 @@ def calibration(confidences: Sequence[float], right: Sequence[float], bins: int 
 
 
 def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -> list[Bin]:
-    """Put verdicts into bins of about equal counts by a margin ≥ 0, which is no probability, so that no calibration
+    """Put verdicts into bins of about equal counts by a margin ≥ 0, which is not a probability, so that no calibration
     error exists.
 
     Where there are at most `bins` different margins each has a bin. `low` and `high` are the least and greatest margin

@@ -246,8 +246,8 @@ class ManagerReward(BaseReward):
     """`ManagerReward(manager)`: any reward manager, of workbench or written for verl, as a reward.
 
     The manager is called with a mutable, verl-shaped copy of the batch. Its result is read as one `Score` per row: the sum
-    of a row of its tensor, and its extra info where that has one value per row. A row whose sum is no finite number is
-    *infra_error*, and so are all rows where the manager raises or gives a tensor that is not [B, T].
+    of a row of its tensor, and its extra info where that has one value per row. A row whose sum is not a finite number
+    is *infra_error*, and so are all rows where the manager raises or gives a tensor that is not [B, T].
     """
 
     per = "batch"

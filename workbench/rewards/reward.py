@@ -64,7 +64,7 @@ class Reward(BaseReward, Shown):
     `in_process=True` in this process, where only an async function can be stopped at its timeout.
     A `rate_limit` holds for all calls of all rewards that share the object. `check_rows` is called with a data set's rows
     before a run. `on_failure` is the policy for rows that could not be scored (the function raised, hung, lost its worker, or
-    returned NaN or what is no reward; of a batch or group all rows, where the number of results is wrong):
+    returned NaN or what is not a reward; of a batch or group all rows, where the number of results is wrong):
 
     - `mask` (default): the row is not scored: it is counted and left out of means and losses. If every row fails,
       that is a `RewardError` all the same, because then the function is broken.

@@ -238,9 +238,9 @@ _ROUNDING = 1e-7
 class RateLimit:
     """`RateLimit(max_concurrent=8, max_rpm=500, max_tpm=100_000)`: limits on calls of a service.
 
-    Limits concurrent calls, calls per minute and tokens per minute; None is no limit. A call costs the `tokens` that it
-    passes, or `estimated_tokens_per_request`. Pass one object to all rewards that use the service: the limits hold for
-    them together (verl's hold for each worker). The names are those of verl's `rate_limited` manager.
+    Limits concurrent calls, calls per minute and tokens per minute; None means no limit. A call costs the `tokens` that
+    it passes, or `estimated_tokens_per_request`. Pass one object to all rewards that use the service: the limits hold
+    for them together (verl's hold for each worker). The names are those of verl's `rate_limited` manager.
 
     Example:
         >>> limit = RateLimit(max_concurrent=8, max_rpm=500)  # doctest: +SKIP

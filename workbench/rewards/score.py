@@ -28,7 +28,7 @@ def bounded(function: F) -> F:
     """Decorator that marks a scorer whose run time is bounded, so that `as_reward` runs it in this process.
 
     A scorer that another function returns (`shaping.repetition`, for example) gets that function's name. Raises
-    `RewardError` when the scorer is called with a response that is no text.
+    `RewardError` when the scorer is called with a response that is not text.
     """
 
     @functools.wraps(function)
@@ -49,8 +49,8 @@ LARGEST = 3.4e38
 
 
 def finite(value: Any, what: str, do: str | None = None) -> float:
-    """Convert a number to float. Raises `RewardError` for what is no number, for NaN, and for an absolute value above
-    `LARGEST`."""
+    """Convert a number to float. Raises `RewardError` for what is not a number, for NaN, and for an absolute value
+    above `LARGEST`."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except OverflowError:
@@ -88,7 +88,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Score(Shown):
-    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is no number, NaN, or
+    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is not a number, NaN, or
     infinite as float32."""
 
     value: float = 0.0
@@ -221,7 +221,7 @@ def left_open(why: str, settings: str) -> Score:
 
 
 _BLANK = ("", "nan", "NaN", "<NA>", "NaT")
-"""Texts that are no truth: pandas writes a missing one so."""
+"""Texts that are not truths: pandas writes a missing one so."""
 _KINDS = {"int": "integers", "float": "floats", "str": "texts", "NoneType": "missing", "list": "lists", "dict": "dicts"}
 
 

@@ -52,7 +52,7 @@ def written(result: Any, depth: int = 0) -> Any:
     """Convert a result to JSON's types: a dataclass to a dict, a `Score` to a dict under the key `Score`, a tensor or
     array to a list.
 
-    What is neither plain data nor a number becomes its repr, which is no valid reward.
+    What is neither plain data nor a number becomes its repr, which is not a valid reward.
     """
     if result is None or isinstance(result, bool | str):
         return result

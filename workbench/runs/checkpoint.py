@@ -275,7 +275,7 @@ def restore_rng(state: dict[str, Any], dry: bool = False) -> None:
 
     Each GPU gets the state that was saved under its number. Where the number of GPUs differs, a warning is logged and
     GPUs without a saved state keep theirs. `dry=True` only checks the states, on throw-away generators. Raises
-    `CheckpointError` where a part of `state` is missing or is no generator's state.
+    `CheckpointError` where a part of `state` is missing or is not a generator's state.
     """
     try:
         version, internal, gauss = state["python"]

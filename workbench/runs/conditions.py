@@ -76,8 +76,8 @@ class Metrics(dict[str, float]):
 
 
 def check_condition(condition: Any, *, validates: bool) -> None:
-    """Raise `SettingError` for a `break_if` that is certain to fail: one that is no plain function of one argument, or
-    one that names a validation metric (`val/…`) where the run does not validate (`validates` is false).
+    """Raise `SettingError` for a `break_if` that is certain to fail: one that is not a plain function of one argument,
+    or one that names a validation metric (`val/…`) where the run does not validate (`validates` is false).
     """
     if condition is None:
         return

@@ -77,7 +77,7 @@ def goes_on(path: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it has settings, and is no checkpoint, which holds a copy of them."""
+    """Whether a folder is a run's: it has settings, and is not a checkpoint, which holds a copy of them."""
     return (folder / "settings.json").is_file() and not (folder / MANIFEST).is_file()
 
 

@@ -57,7 +57,7 @@ class TrainSettings(Settings):
     steps: int | None = None
     """Training steps; or `epochs`."""
     epochs: float | None = None
-    """Passes over the rows, in place of `steps`; an epoch's incomplete last batch is no step."""
+    """Passes over the rows, in place of `steps`; an epoch's incomplete last batch is not a step."""
     run: str | Path | None = None
     """The run folder; None: the job's for its first training, else one in `runs` by the time."""
     batch_size: int = 16

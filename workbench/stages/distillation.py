@@ -39,8 +39,8 @@ class TeacherLogProb(LogProb):
         top_k: also write the teacher's K likeliest next tokens at each place: `teacher_top_ids` and `teacher_top_log_probs`
             [B, T, K]. None: no such columns.
         hint: the column with what only the teacher is told of a row: a text, which is added to the prompt's last message, or a
-            whole chat in the prompt's place; None or "" is no hint. Writes `teacher_prompts`, `teacher_prompt_mask` and
-            `teacher_prompt_text`. With the student itself as the teacher that is self-distillation (SDFT,
+            whole chat in the prompt's place; None or "" means no hint. Writes `teacher_prompts`, `teacher_prompt_mask`
+            and `teacher_prompt_text`. With the student itself as the teacher that is self-distillation (SDFT,
             https://arxiv.org/abs/2601.19897; SDPO, https://arxiv.org/abs/2601.20802).
         temperature: what the teacher's logits are divided by.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROWS = 50
 _PLAIN = ("mean absolute error", "its constant", "Spearman", "truth's", "Fleiss")
-"""Names of figures that are no shares, by how they begin."""
+"""Names of figures that are not shares, by how they begin."""
 _CONFIDENCE = {
     "stated": "as the judge states it",
     "margin": "the sigmoid of the difference between the two numbers",

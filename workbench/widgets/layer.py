@@ -58,7 +58,7 @@ _alive: deque[Layer] = deque()
 
 
 def show(thing: Any, widget: Callable[[], Any]) -> None:
-    """Display an object's static form, and in a notebook that is no job its widget, which hides the static form."""
+    """Display an object's static form, and in a notebook that is not a job its widget, which hides the static form."""
     if not in_notebook():
         display({"text/plain": repr(thing)}, raw=True)
         return

@@ -539,7 +539,7 @@ class ShardedModel:
         return report
 
     def probe(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
-        """Run `backward` without an optimizer step; adds `grad_norm` and `lr` to the report, as `both`."""
+        """Run `backward` without an optimizer step; like `both`, adds `grad_norm` and `lr` to the report."""
         report = self._gradients(share, *arguments)
         if not report["failed"]:
             report["both"] = {"grad_norm": Mean(self.optimizer.clip()), "lr": Mean(self.optimizer.lr)}

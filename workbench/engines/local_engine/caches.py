@@ -174,7 +174,7 @@ class SharedPrefix:
     # --- seats ----------------------------------------------------------------------------------
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """Move rows to other seats, and prefill the prompts of new rows that are not in the cache."""
+        """Move rows to other seats (slots of the cache), and prefill the prompts of new rows that the cache lacks."""
         stay = [of for seat, of in enumerate(order) if seat not in prompts]
         if list(order) != list(range(len(self._start))):
             self._move(order, min((self._start[of] for of in stay), default=self._column))
