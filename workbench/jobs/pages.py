@@ -29,8 +29,8 @@ from workbench.runs.symptoms import Watch
 from workbench.steps.compare import compare
 from workbench.views import document as doc
 from workbench.views.comparisons import metrics_beside
-from workbench.views.curves import LiveFigure, panel, png
-from workbench.views.plots import Plots
+from workbench.views.curves import panel, png
+from workbench.views.plots import Growing, Plots
 from workbench.views.samples import samples
 from workbench.views.tokens import tokens
 from workbench.views.transcripts import transcript
@@ -64,22 +64,6 @@ class Page:
     """(words, path) of the pages above it."""
     live: Callable[[], str] | None = None
     """Of a page that may change: gives a text that changes with it, empty once it no longer will."""
-
-
-class Watched(LiveFigure):
-    """The curves of the runs `drawn` at first, of those that can be picked; the symptoms are looked for again each time
-    that the curves are read.
-    """
-
-    alone = True
-
-    def __init__(self, runs: Mapping[str, Run], drawn: Sequence[str] = ()) -> None:
-        self._runs, self._drawn = runs, drawn
-
-    @property
-    def plots(self) -> Plots:
-        """Return the curves of all runs up to their last recorded step, with the symptoms of the first run."""
-        return Plots(self._runs, (), Watch(next(iter(self._runs.values())).rows).marks, self._drawn)
 
 
 class Pages:
@@ -353,7 +337,11 @@ def _curves(runs: Mapping[str, Run], known: Mapping[str, Run] | None = None) -> 
         marks = () if others else Watch(runs[name].rows).marks
         return png(panel(runs[name].rows, title=name, others=beside or None, marks=marks, empty=False, listed=False))
 
-    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), Watched(known or runs, list(runs)))
+    def read() -> Plots:  # the symptoms are looked for again each time
+        every = known or runs
+        return Plots(every, (), Watch(next(iter(every.values())).rows).marks, list(runs))
+
+    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), Growing(read))
 
 
 def _stamp(run: Run) -> str:

@@ -194,11 +194,8 @@ def _curve(axes: Axes, run: Series, line: Line, look: Look, *, faint: bool) -> A
     steps, values = run.points(line.name)
     if faint:
         axes.plot(*thin(steps, values), color=line.colour, alpha=0.28, linewidth=look.faint)
-    strong: dict[str, Any] = {
-        "color": line.colour,
-        "linewidth": look.line,
-        "linestyle": _DASHES[line.dash % len(_DASHES)],
-    }
+    dash = _DASHES[line.dash % len(_DASHES)]
+    strong: dict[str, Any] = {"color": line.colour, "linewidth": look.line, "linestyle": dash}
     if len(values) == 1:
         strong |= {"marker": "o", "ms": look.dot - 1}
     means = smooth(values, look.smoothing if line.smoothed else 0.0)

@@ -202,11 +202,8 @@ def _element(node: Node) -> str:
         case Span(tag=("br" | "hr") as tag):
             return f"<{tag}>"
         case Span(part, style, tag, title, attributes):
-            options = (
-                ("style", style),
-                ("title", escape(title)),
-                *((name, escape(value)) for name, value in attributes),
-            )
+            further = ((name, escape(value)) for name, value in attributes)
+            options = ("style", style), ("title", escape(title)), *further
             attached = "".join(f' {name}="{value}"' for name, value in options if value)
             return f"<{tag}{attached}>{_inline(part)}</{tag}>"
         case Image(png, title):

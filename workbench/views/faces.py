@@ -74,6 +74,6 @@ FACES["workbench.replay.run:Run"] |= {
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
 FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.sample_table:compared_row"
-FACES["workbench.widgets.display:GrowingTable"] = {"cover": "workbench.widgets.layer:Cover"}
+FACES["workbench.views.plots:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
 FACES["workbench.views.curves:LiveFigure"] = {"widget": "workbench.widgets.layer:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,19 +57,13 @@ class Plots:
         plots = draw.pick(chosen, curves) if chosen else draw.behind(curves, marks)
         plots = {title: metrics for title, metrics in plots.items() if draw.recorded(curves, metrics)}
         steps = np.unique(np.concatenate([run.steps for run in curves]))
+        runs = [{"name": label(name), "colour": known[name], "place": [*known].index(name)} for name in wanted]
+        runs = [run | {"traces": list(self.runs[name].traces)} for name, run in zip(wanted, runs, strict=True)]
         return {
             "steps": steps.astype(int).tolist(),
             "known": [{"name": label(name), "colour": shade} for name, shade in known.items()],
             "names": list(known),
-            "runs": [
-                {
-                    "name": label(one),
-                    "colour": known[one],
-                    "place": [*known].index(one),
-                    "traces": list(self.runs[one].traces),
-                }
-                for one in wanted
-            ],
+            "runs": runs,
             "plots": [
                 {"title": label(title), "lines": [_line(line, curves, steps) for line in draw.lines(metrics, curves)]}
                 for title, metrics in plots.items()
@@ -88,6 +82,20 @@ class Plots:
             do = "train(…, trace_freq=1) keeps the trace of every step"
             raise RunError(f"step {step} has no trace, so there are no samples to show", expected=expected, do=do)
         return samples(traces[step])
+
+
+class Growing(draw.LiveFigure):
+    """Curves without a picture, for a widget: `read` is called each time that they are looked at."""
+
+    alone = True
+
+    def __init__(self, read: Callable[[], Plots]) -> None:
+        self._read = read
+
+    @property
+    def plots(self) -> Plots:
+        """The curves as they are now."""
+        return self._read()
 
 
 def _line(line: Line, runs: Sequence[Series], steps: Array) -> dict[str, Any]:

@@ -593,15 +593,14 @@ def run(run: Run) -> doc.Part:
     pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
-    pairs += [("symptom", f"{one}  {one.course}") for one in shown_by(rows)] + [("note", note) for note in run.notes]
+    pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if state in ("stopped", "died"):  # the first that is read in the morning
         pairs.insert(0, ("train on", f"{goes_on(run.path)}, {kept_until(run.path)}"))
     if state == "died":
-        pairs.insert(
-            0, ("what happened", "its process ended without closing the run: killed, out of memory, or restarted")
-        )
+        why_died = "its process ended without closing the run: killed, out of memory, or restarted"
+        pairs.insert(0, ("what happened", why_died))
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
 
@@ -643,16 +642,10 @@ def symptoms(symptoms: Symptoms) -> doc.Part:
     """
     if not symptoms:
         return "no symptoms"
-    rows: list[list[doc.Part]] = [
-        [
-            doc.bold(one.name),
-            str(one.since),
-            (_bars(one.course), doc.BREAK, doc.small(doc.faint(one.metric))),
-            one.found,
-            one.do,
-        ]
-        for one in symptoms
-    ]
+    rows = list[list[doc.Part]]()
+    for one in symptoms:
+        course = _bars(one.course), doc.BREAK, doc.small(doc.faint(one.metric))
+        rows.append([doc.bold(one.name), str(one.since), course, one.found, one.do])
     table = doc.Table(["symptom", "since step", "its metric", "found", "what to try"], rows)
     return doc.Either([f"· {one}{f'  {one.course} {one.metric}' if one.course else ''}" for one in symptoms], table)
 

@@ -103,11 +103,8 @@ class TranscriptView(doc.View):
         """Show a message of the prompt; of a system message the beginning until it is unfolded."""
         text, role = text_of(message["content"]), str(message["role"])
         if role == "system":
-            return _block(
-                _OTHER,
-                "",
-                doc.Fold(f"system · {_size(text)}: {doc.one_line(' '.join(text.split()), 60)}", self._text(text)),
-            )
+            title = f"system · {_size(text)}: {doc.one_line(' '.join(text.split()), 60)}"
+            return _block(_OTHER, "", doc.Fold(title, self._text(text)))
         return _block(_EDGES.get(role, _OTHER), (doc.bold(role), doc.faint(" · prompt")), self._text(text))
 
     def _pages(self) -> list[doc.Part]:
@@ -239,9 +236,8 @@ def _upcoming(stepper: EpisodeStepper) -> str:
     if (who := stepper.next_role) is None:
         return f"over: {stepper.output.finish_reason}"
     if who == "tool":
-        return (
-            f"next: the tool, {'; '.join(f'{one.name}({doc.one_line(one.arguments, 200)})' for one in stepper.asked)}"
-        )
+        calls = (f"{one.name}({doc.one_line(one.arguments, 200)})" for one in stepper.asked)
+        return f"next: the tool, {'; '.join(calls)}"
     return "next: the model" if who == "assistant" else "next: the user"
 
 
@@ -291,9 +287,8 @@ def _call(call: ToolCall) -> doc.Part:
     result: doc.Part = doc.block(call.result)
     if len(call.result) > _LONG:
         result = doc.Fold(f"{doc.one_line(' '.join(call.result.split()), 80)} ({_size(call.result)})", result)
-    return doc.line(
-        head, doc.line(result, style=_INSIDE) if call.result else (), notes, style=_CALL + _WRONG * (not good)
-    )
+    body = doc.line(result, style=_INSIDE) if call.result else ()
+    return doc.line(head, body, notes, style=_CALL + _WRONG * (not good))
 
 
 _HEAD, _WRONG = "background:rgba(128,128,128,.12)", f";border-left:3px solid rgb({doc.DOWN})"

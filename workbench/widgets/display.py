@@ -27,7 +27,7 @@ from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import append_line, progress_line
 from workbench.views import curves
 from workbench.views.document import Image, Part, View, bar, block, html, line, small
-from workbench.views.plots import Plots
+from workbench.views.plots import Growing, Plots
 
 log = logging.getLogger("workbench")
 
@@ -242,22 +242,6 @@ class Progress(NamedTuple):
     traces: Mapping[int, Any]
 
 
-class GrowingTable(curves.LiveFigure):
-    """The curves of a training that is still running, for its widget."""
-
-    alone = True
-
-    def __init__(self, training: LiveDisplay) -> None:
-        self._training = training
-
-    @property
-    def plots(self) -> Plots:
-        """The curves so far; the samples of a recorded step can be opened from them."""
-        run = self._training
-        traces = Traces(run.path / "traces") if run.path is not None else {}
-        return Plots({"this run": Progress(list(run.rows), traces)}, marks=run.marks)
-
-
 class TrainingPanel(LiveDisplay):
     """Progress and curves with pause and stop buttons, which only set flags of the loop's `Control`.
 
@@ -281,7 +265,7 @@ class TrainingPanel(LiveDisplay):
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
-        growing = GrowingTable(self)
+        growing = Growing(self._plots)
         self._curves, self._cover = shows(growing, "widget"), shows(growing, "cover")
         if self.path is not None:  # the cell itself would be refused: there is a run in its folder
             self._cover.again = f"go on by {goes_on(self.path)}"
@@ -289,6 +273,11 @@ class TrainingPanel(LiveDisplay):
         self._box = ipywidgets.VBox([self._cover, buttons, self._bar, self._curves])
         self._handle: Any = display(self, display_id=True)
         self._seen: Any = display(PanelOutput(self._box.model_id), display_id=True)
+
+    def _plots(self) -> Plots:
+        """Return the curves so far; the samples of a recorded step can be opened from them."""
+        traces = Traces(self.path / "traces") if self.path is not None else {}
+        return Plots({"this run": Progress(list(self.rows), traces)}, marks=self.marks)
 
     def _on_pause(self, _: Any) -> None:
         change = self.control.resume if self.control.paused else self.control.pause

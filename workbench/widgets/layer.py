@@ -572,12 +572,8 @@ class StepperFace(Face):
         shown = self._shown or (names[-1] if names else "")
         try:
             groups = step_groups(self._stepped.trace[shown].batch) if shown else []
-            return {
-                **super()._face(code, note),
-                "chips": phases,
-                "shown": shown,
-                "groups": list(map(_group_of, groups)),
-            }
+            view = super()._face(code, note)
+            return {**view, "chips": phases, "shown": shown, "groups": list(map(_group_of, groups))}
         finally:
             self._shown = None
 
@@ -588,10 +584,8 @@ class StepperFace(Face):
         if request["kind"] != "samples":
             return super().answer(request)
         phase, row = self._stepped.trace[str(request["phase"])], request.get("row")
-        view, code = (
-            samples(phase.batch),
-            f'wb.views.samples({name_of(self._stepped, "s")}.trace["{phase.stage}"].batch)',
-        )
+        name = name_of(self._stepped, "s")
+        view, code = samples(phase.batch), f'wb.views.samples({name}.trace["{phase.stage}"].batch)'
         if row is None:
             return {"kind": "samples", "html": view.html(), "code": code}
         return {"kind": "samples", "html": view.row(int(row)).html(), "code": f"{code}.row({int(row)})"}
