@@ -140,7 +140,8 @@ class Optimizer:
     def park(self) -> bool:
         """Keep large moments in a temporary file until they are used next; return whether they are large."""
         moments = self.in_memory()
-        if large := is_large(sum(tensor.nbytes for tensor in moments.values())):
+        plain = all(type(tensor) is torch.Tensor for tensor in moments.values())  # those of a rehearsal have no data
+        if large := plain and is_large(sum(tensor.nbytes for tensor in moments.values())):
             self._parked = Part(hold(moments, {}, StateFiles(()), None, disk=True))
             self._adam.state.clear()
         return large
