@@ -93,7 +93,7 @@ def test_openais_client_gets_json_and_streams_of_vllm(engine: Any, tiny: str) ->
     assert len(ended) >= 3 and all(
         sorted(read) == ["answer", "unit"] and read["unit"] in ("cups", "g") for read in map(json.loads, ended)
     )
-    assert len(free) > 4, "sent as it was sampled, not in one piece"
+    assert len(free) > 2, "sent as it was sampled, not in one piece"
     assert set(texts) <= {one.turns[-1].text for one in outputs}
     samples = [Sample(one.response_ids, one.response_logprobs, one.finish_reason, 0) for one in outputs]
     columns = columns_of([one.prompt_ids for one in outputs], samples, 0, [one.response_mask for one in outputs])
