@@ -710,18 +710,19 @@ def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Ru
     """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step
     axis.
     """
+    beside = _beside(run, others, marks)
     if not keys:
-        drawn: Any = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
+        drawn: Any = panel(run.rows, title=run.path.name, empty=False, **beside)
     else:
         several = series(run.path.name, run.rows, {name: other.rows for name, other in (others or {}).items()})
         width = "page" if len(pick(keys, several)) > 2 else "column"
         drawn = run_figure(run, *keys, others=others, marks=marks, width=width)
     first = {run.path.name: run, **(others or {})}
-    beside = [] if is_address(run.address) else sorted(run.path.parent.glob("*/settings.json"))[-BESIDE:]
+    near = [] if is_address(run.address) else sorted(run.path.parent.glob("*/settings.json"))[-BESIDE:]
     paths = {one.path.resolve() for one in first.values()}
-    more = {one.parent.name: Run(one.parent) for one in beside if one.parent.resolve() not in paths}
-    drawn.plots = Plots(first | {name: one for name, one in more.items() if name not in first}, keys,
-                        Watch(run.rows).marks if marks else (), [*first])  # fmt: skip
+    more = {one.parent.name: Run(one.parent) for one in near if one.parent.resolve() not in paths}
+    known = first | {name: one for name, one in more.items() if name not in first}
+    drawn.plots = Plots(known, keys, beside["marks"] or (), [*first])
     return drawn
 
 
