@@ -878,10 +878,6 @@ def with_rollout_correction(
     names = [one.name for one in stages]
     loss: dict[str, Any] = {"rollout_is": how.rollout_is is not None, "bypass": None}
     if how.bypass_mode:
-        both = LearntOnce.name in names and how.rollout_rs is not None
-        require(
-            not both, "rollout_rs in bypass mode", expected="none with trees that are learnt once", found=how.rollout_rs
-        )
         wanted = {"ppo_clip": "vanilla", "reinforce": "gpg"}[how.loss_type]
         own = stages[names.index("update_actor")].settings()["loss_mode"]
         what, do = f"loss_mode in bypass mode with loss_type={how.loss_type}", "verl would replace it without a word"

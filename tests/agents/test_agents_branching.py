@@ -378,7 +378,7 @@ def test_a_correction_leaves_shared_tokens_to_one_row(tiny: str) -> None:
     )
     s.run(until="rollout_correction")
     assert torch.equal(s.batch["loss_mask"], s.trace["learnt_once"].batch["loss_mask"]), "nothing was rejected"
-    with pytest.raises(SettingError, match="rollout_rs in bypass mode"):
+    with pytest.raises(PipelineError, match="computes loss_mask anew.*no stage 'learnt_once'"):
         wb.recipes.with_rollout_correction(pipe, bypass_mode=True, **strict)
 
 

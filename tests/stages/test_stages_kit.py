@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
-from workbench.base.errors import SettingError
+from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto.core import DataProto
 from workbench.functional.returns import length_adaptive_lam
 from workbench.functional.trl import AdaptiveEntropy
@@ -161,6 +161,12 @@ def test_each_measure_can_be_tried_on_one_batch(tiny: str) -> None:
     for name, value in kit.items():
         found = wb.what_if(pipe, batch, updates=2, **{name: value})
         assert found.cosine < 1 - 1e-6 or found.changed.moved_norm == 0, name
+    strict: dict[str, Any] = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0", "bypass_mode": True}
+    with pytest.raises(SettingError, match="mask_truncated"):  # that loss computes its `loss_mask` itself
+        wb.what_if(wb.recipes.with_rollout_correction(pipe, **strict), batch, mask_truncated=True)
+    masked = wb.recipes.grpo(engine, reward, group_size=4, mask_truncated=True)
+    with pytest.raises(PipelineError, match="'update_actor' computes loss_mask anew.*no stage 'mask_truncated'"):
+        wb.recipes.with_rollout_correction(masked, **strict)
 
 
 @pytest.mark.slow

@@ -106,6 +106,8 @@ class Pipeline(Shown):
     def _check_changes(self) -> None:
         for position, stage in enumerate(self._stages):
             changed = set(stage.writes)
+            if stage.updates:
+                self._check_lost(stage, self._stages[:position])
             if stage.updates or not changed or not changed <= set(stage.reads):
                 continue
             readers = [other.name for other in self._stages[:position] if changed & set(other.reads)]
@@ -113,6 +115,15 @@ class Pipeline(Shown):
                 what = f"stage {stage.name!r} changes {', '.join(sorted(changed))}, but no later stage reads it"
                 do = f"stage {readers[0]!r} reads it earlier: move {stage.name!r} before {readers[0]!r}"
                 raise PipelineError(what, do=do)
+
+    @staticmethod
+    def _check_lost(update: Stage, before: tuple[Stage, ...]) -> None:
+        for stage in before:
+            lost = {*stage.writes} & {*update.writes} - {*update.reads, *update.optional}
+            if lost and not stage.updates:
+                what = f"stage {update.name!r} computes {', '.join(sorted(lost))} anew"
+                do = "reject tokens in a stage before the update: rollout correction without bypass mode"
+                raise PipelineError(what, expected=f"no stage {stage.name!r}, whose values would be lost", do=do)
 
     def _refuse_unless_data(self, column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
         for other in later:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from workbench.base.config import Settings
+from workbench.base.config import Settings, require
 from workbench.base.errors import PipelineError, describe, unknown
 from workbench.base.memory import is_large, release
 from workbench.base.progress import present, working
@@ -102,6 +102,8 @@ def what_if(
     changed_update = update.with_settings(**of_terms, loss=loss.replace(**own))
     other, named = batch, {key: str(value) for key, value in changes.items()}
     if changes.get("mask_truncated"):
+        fits = "loss_mask" not in update.writes
+        require(fits, "mask_truncated", expected="a loss that rejects no tokens itself (bypass mode)", found=update.name)
         other = MaskTruncated()(other).batch
     if advantage is not None:
         other = _estimated(pipeline, other, advantage)
