@@ -107,6 +107,21 @@ def test_settings_hash_changes_with_any_value() -> None:
     assert settings_hash({"a": 1}) != settings_hash({"a": 2}) and len(settings_hash({})) == 8
 
 
+def test_settings_hash_does_not_depend_on_how_an_object_is_shown() -> None:
+    class Scorer:
+        def __init__(self, text: str, workers: int) -> None:
+            self.text, self.workers = text, workers
+
+        def settings(self) -> dict[str, int]:
+            return {"workers": self.workers}
+
+        def __repr__(self) -> str:
+            return self.text
+
+    assert settings_hash({"f": Scorer("two workers", 2)}) == settings_hash({"f": Scorer("workers: 2", 2)})
+    assert settings_hash({"f": Scorer("workers", 2)}) != settings_hash({"f": Scorer("workers", 3)})
+
+
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 50)), min_size=1), st.integers(0, 10))
 def test_joining_metrics_does_not_depend_on_the_cut(values: list[tuple[float, int]], where: int) -> None:
     rows = [{"m": Mean.of(v, w), "x": Max(v), "n": Min(v), "s": Sum(v), "c": Count(w)} for v, w in values]

@@ -177,15 +177,6 @@ def opens_reasoning(prompt: str) -> str:
     return marks[-1] if marks and marks[-1] in REASONING else ""
 
 
-def closing_tag(prompt: str) -> str:
-    """Return the tag that closes the reasoning which the end of a prompt opens; "" where the prompt ends otherwise.
-
-    Other than `opens_reasoning`, this does not take a user's mention of a tag for an opening.
-    """
-    end = prompt.rstrip()
-    return next((closing for opening, closing in REASONING.items() if end.endswith(opening)), "")
-
-
 def parser_names() -> tuple[str, ...]:
     """Return the names of the registered tool parsers."""
     return tuple(_PARSERS)

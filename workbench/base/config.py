@@ -311,16 +311,16 @@ def shows_settings(settings_class: type[Settings]) -> Callable[[Callable[P, T]],
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """Return eight hex digits that change when any setting changes.
 
-    A value counts by its repr, a function or class by its name and source text, so that a function that is defined
-    again under its old name with other text changes the hash.
+    A value counts by its repr, an object with `settings()` by its class and these, a function or class by its name and
+    source text, so that a function that is defined again under its old name with other text changes the hash.
     """
 
     def written(value: Any) -> str:
         text, name = source_of(value), getattr(value, "__qualname__", None)
-        if text is None:
-            return repr(value)
-        # the repr of a function is an address: another one in every process
-        return f"{name if isinstance(name, str) else repr(value)}\n{text}"
+        nested = getattr(value, "settings", None)  # what such an object shows is for readers, and may be worded anew
+        if not isinstance(name, str):  # the repr of a function is an address: another one in every process
+            name = f"{type(value).__qualname__} {nested()!r}" if callable(nested) else repr(value)
+        return name if text is None else f"{name}\n{text}"
 
     text = json.dumps({key: written(value) for key, value in settings.items()}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

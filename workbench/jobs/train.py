@@ -258,11 +258,16 @@ def train_blocking(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> R
 
     Raises `SettingError` where an event loop runs, as in a notebook; use `await train(…)` there.
     """
-    loop = None
+    loop, runs = None, list[Run]()
+
+    async def work() -> None:  # asyncio asks what a coroutine returns for its repr, and a run's reads all its traces
+        runs.append(await _watched(pipeline, rows, settings))
+
     with contextlib.suppress(RuntimeError):
         loop = asyncio.get_running_loop()
     if loop is None:  # outside of the except clause, which would be the context of every error
-        return asyncio.run(_watched(pipeline, rows, settings))
+        asyncio.run(work())
+        return runs[0]
     what = "train_blocking waits for a training in the thread of an event loop"
     do = "run = await wb.train(…), with the same arguments"
     raise SettingError(what, expected="a script without one", found="a loop that runs, as in a notebook", do=do)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from workbench.agents.parsers import closing_tag
+from workbench.agents.parsers import REASONING
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import DataError, NonFinite
@@ -285,7 +285,9 @@ def text_columns(
         start = max((turn["first"] for turn in each or () if turn["role"] == "assistant"), default=0)
         prompt, response = ids[row]
         ids[row] = (prompt + response[:start], response[start:])
-    closing = [closing_tag(end) for end in tokenizer.batch_decode([prompt[-_END:] for prompt, _ in ids])]
+    ends = [text.rstrip() for text in tokenizer.batch_decode([prompt[-_END:] for prompt, _ in ids])]
+    # a tag that a user mentions opens nothing: only the end of a prompt counts
+    closing = [next((tag for opening, tag in REASONING.items() if end.endswith(opening)), "") for end in ends]
     if not any(closing):
         return {"response_text": list(texts)}
     whole = tokenizer.batch_decode([response for _, response in ids])
