@@ -541,7 +541,7 @@ def distill(
     fits = kl in betas or (type(kl) in (int, float) and 0 <= cast(float, kl) <= 1)
     require(fits, "argument kl", expected="'reverse', 'forward' or a β in [0, 1]", found=kl)
     alone = isinstance(teacher, str) and teacher == "self"
-    fits, expected = not alone or bool(hint), "a column: else both are the same"
+    fits, expected = not alone or bool(hint), "a column with hints: without one the teacher equals the student"
     do = "name a column of the rows: hint='extra_info.answer'"
     require(fits, "hint with teacher='self'", expected=expected, found=hint, do=do)
     frozen = engine if alone else _frozen(engine, teacher)
@@ -880,7 +880,7 @@ def with_rollout_correction(
     if how.bypass_mode:
         wanted = {"ppo_clip": "vanilla", "reinforce": "gpg"}[how.loss_type]
         own = stages[names.index("update_actor")].settings()["loss_mode"]
-        what, do = f"loss_mode in bypass mode with loss_type={how.loss_type}", "verl would replace it without a word"
+        what, do = f"loss_mode in bypass mode with loss_type={how.loss_type}", "leave it out: bypass mode sets it"
         require(own in ("vanilla", wanted), what, expected="vanilla, a recipe's default", found=own, do=do)
         weighs = how.loss_type == "reinforce" and how.rollout_is is not None
         loss = {"rollout_is": weighs, "bypass": correction, "loss_mode": wanted}
@@ -937,8 +937,8 @@ def _alike(rollouts: Mapping[str, Any], main: str) -> Mapping[str, Any]:
         do = "give each pipeline the same agent, group_size and sampling"
         require(not unlike, kind, expected=f"that of {main!r}", found=unlike, do=do)
     if len({id(one.sampler) for one in rollouts.values()}) < len(rollouts):
-        do = "one engine is one policy: its sequences need no name"
-        raise SettingError("engines of the policies", expected="one for each", do=do)
+        do = "open an engine for each policy"
+        raise SettingError("engines of the policies", expected="another engine for each policy", do=do)
     return rollouts
 
 

@@ -323,7 +323,7 @@ def test_a_loop_that_asks_on_beyond_it_gets_nothing_once(made: dict[str, Any]) -
     Talker.heeds = False
     with pytest.raises(
         DataError,
-        match=r"row 0 \(uid u\): its agent loop samples on; .*end at finish_reason 'length'",
+        match=r"row 0 \(uid u\): its loop samples too much; .*end at finish_reason 'length'",
     ):
         play(Talker(), Short(made["own"], ["so it is "]), max_tokens=5000)
     shorter = Short(made["own"], ["so"])

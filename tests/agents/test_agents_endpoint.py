@@ -240,7 +240,7 @@ def test_an_answer_is_held_to_json_and_its_log_probs_are_the_policys(engine: Any
 def test_a_sampler_that_cannot_hold_json_is_named(scripted: Any, monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
     with endpoint(scripted(["5"])) as e, e.session() as session:
         status, reply = asked(e, session, messages=ASKED, response_format={"type": "json_object"})
-    assert status == 400 and "Script does not hold an answer to JSON" in reply["error"]["message"]
+    assert status == 400 and "Script cannot constrain an answer to JSON" in reply["error"]["message"]
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     grammar._compiler.cache_clear()
     with endpoint(engine) as e, e.session() as session:

@@ -165,7 +165,7 @@ def test_what_is_refused() -> None:
     one = grpo(first, solved, **given)
     with pytest.raises(SettingError, match="two or more"):
         multi_policy({"solver": one})
-    with pytest.raises(SettingError, match="one for each"):
+    with pytest.raises(SettingError, match="another engine for each"):
         multi_policy({"solver": one, "verifier": grpo(first, judged, **given)})
     with pytest.raises(SettingError, match="the rollout of policy 'verifier'.*group_size"):
         multi_policy({"solver": one, "verifier": grpo(second, judged, **{**given, "group_size": 3})})

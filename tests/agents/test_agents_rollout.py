@@ -521,7 +521,7 @@ def test_what_a_loop_of_ones_own_must_return(engine: Any, rows: Any) -> None:
         rolled(None)
     with pytest.raises(
         DataError,
-        match=r"without response_logprobs; expected response ids that are the sampled ones.*found token 0 of 3",
+        match=r"without response_logprobs; expected the sampled ids.*found token 0 of 3",
     ):
         rolled(lambda: output(3, response_logprobs=None))
     turns = (Turn("assistant", "a", 0, 3), Turn("user", "b", 4, 7), Turn("assistant", "c", 8, 9, cut="short"))

@@ -392,7 +392,7 @@ def test_views(step: wb.Stepper, tokenizer: Any) -> None:
     own = wb.views.tokens(step, 1).frame["own"]
     assert own.sum() == sum(turn["last"] + 1 - turn["first"] for turn in turns if turn["role"] == "assistant")
     assert f"{own.sum()} of {len(own)} tokens are in the loss" in text and "add(" in text
-    assert "calls as written, and template" in html and "&lt;|im_end|&gt;" in html and "add</b>" in html
+    assert "tool calls as sampled, template tokens" in html and "&lt;|im_end|&gt;" in html and "add</b>" in html
     e = step.episode(1).back(to=1)
     assert "next: the tool, add(" in repr(e) and not lint(e._repr_html_()) and "row 1" in repr(e)
     e.say("<b>hot</b>")

@@ -110,7 +110,7 @@ def test_an_episode_keeps_what_the_model_wrote_and_is_the_templates_text(name: s
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_tools_that_a_template_leaves_out_are_told_in_the_system_message(name: str) -> None:
-    with pytest.raises(SettingError, match="does not tell the model of the tools add; .*tools_in='system'"):
+    with pytest.raises(SettingError, match="does not show the model the tools add; .*tools_in='system'"):
         TurnTokens(tokenizer_of(name), tools=TOOLS, roles=("user",))
     text = tools_text("system", TOOLS, tool_parser("hermes"))
     tokens = TurnTokens(

@@ -55,9 +55,9 @@ def test_a_template_that_leaves_tools_out_is_refused_by_their_names(template: st
     """It trained, and the model never heard of its tools: a prompt with them was the prompt without."""
     sampler = Script(tokenizer(template), ["x"])
     agent = ToolAgent([Adder(), Address()], parser="hermes")
-    with pytest.raises(SettingError, match=f"does not tell the model of the tools {left}; .*tools_in='system'"):
+    with pytest.raises(SettingError, match=f"does not show the model the tools {left}; .*tools_in='system'"):
         agent.prepare(sampler)
-    with pytest.raises(SettingError, match="does not tell the model of the tools add"):  # a sub-agent is an agent
+    with pytest.raises(SettingError, match="does not show the model the tools add"):  # a sub-agent is an agent
         inner = ToolAgent([Adder()], parser="hermes")
         outer = ToolAgent([SubAgent(inner, name="helper", description="Adds.")], parser="hermes", tools_in="system")
         outer.prepare(Script(tokenizer(CHATML), []))
@@ -67,7 +67,7 @@ def test_a_template_that_leaves_tools_out_is_refused_by_their_names(template: st
 def test_a_pipeline_with_such_an_agent_is_refused_when_it_is_built() -> None:
     engine = wb.engines.local("data/tiny-arith")
     engine.tokenizer.chat_template = CHATML
-    with pytest.raises(SettingError, match="does not tell the model of the tools add"):
+    with pytest.raises(SettingError, match="does not show the model the tools add"):
         wb.recipes.grpo(engine, lambda response_text: 1.0, agent=ToolAgent([Adder()], parser="hermes"))
     told = ToolAgent([Adder()], parser="hermes", tools_in="system")
     pipe = wb.recipes.grpo(engine, lambda response_text: 1.0, agent=told)
@@ -139,7 +139,7 @@ def test_a_parser_without_a_form_is_refused_with_those_that_have_one() -> None:
 def test_a_clients_tools_are_refused_by_name_or_told_by_the_endpoints_choice() -> None:
     sampler = Script(tokenizer(CHATML), [ADD, "It is 5."])
     with endpoint(sampler, parser="hermes") as address, address.session() as session:
-        with pytest.raises(Refusal, match="does not tell the model of the tools add, address") as caught:
+        with pytest.raises(Refusal, match="does not show the model the tools add, address") as caught:
             runtime.run(session.chat(messages=ASKED, tools=TOOLS))
         assert caught.value.status == 400 and caught.value.body["error"]["param"] == "tools" and not sampler.requests
         runtime.run(session.chat(messages=ASKED))
@@ -158,7 +158,7 @@ def test_a_loop_of_verls_that_shows_tools_is_refused_too() -> None:
         async def run(self, sampling_params: Any, **row: Any) -> Any:
             return await self.apply_chat_template(row["raw_prompt"], tools=TOOLS)
 
-    with pytest.raises(SettingError, match="does not tell the model of the tools add, address"):
+    with pytest.raises(SettingError, match="does not show the model the tools add, address"):
         asyncio.run(Loop().bound(Episode(Script(tokenizer(CHATML), []), "u")).run({}, raw_prompt=ASKED))
 
 

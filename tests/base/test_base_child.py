@@ -235,7 +235,7 @@ def test_a_child_that_does_nothing_or_never_ends_its_start_is_given_up(
 ) -> None:
     monkeypatch.setattr(module, "IDLE_SECONDS", 1.5)
     for way, seconds, why in (
-        ("sleeps", LONG, "used no processor for 1.5 s"),
+        ("sleeps", LONG, "used no CPU time for 1.5 s"),
         ("turns for ever", 1.0, "not ready after 1 s"),
     ):
         child = start(tmp_path, way)

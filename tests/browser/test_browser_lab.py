@@ -63,8 +63,8 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "advantages changed sign",
         "step 4/4",
     ),
-    "103_algorithms": ("reinforce_plus_plus_baseline", "cosine between the updates", "influence"),
-    "104_what_if": ("first divergence", "not run again", "cosine between the updates", "the one pin"),
+    "103_algorithms": ("reinforce_plus_plus_baseline", "cosine of the two updates", "influence"),
+    "104_what_if": ("first divergence", "not run again", "cosine of the two updates", "the pin gets"),
     "105_replay_a_run": ("kept because", "not run again", "identical: 6 phases"),
     "106_agents": (
         "next: the tool, calculator(",
@@ -72,13 +72,13 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "step 4/4",
         "held-out reward after",
         "advantages changed sign",
-        "equal ones joined",
+        "equal nodes joined",
     ),
     "108_harness": ("tokens are trained on", "largest difference: ", "held-out reward after", "the model's own"),
     "109_distillation": (
         "teacher_log_prob",
         "probability, teacher",
-        "cosine between the updates",
+        "cosine of the two updates",
         "step 4/4",
         "DPO on the pairs",
     ),
@@ -197,7 +197,7 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
         static = cell.locator(".workbench-static").first
         assert static.is_hidden() and cell.locator(".wb-curves").is_visible(), "one of the two"
         restart(page)
-        cell.get_by_text("the kernel was restarted: go on by wb.train(…, run=").locator("visible=true").wait_for()
+        cell.get_by_text("the kernel was restarted: continue with wb.train(…, run=").locator("visible=true").wait_for()
         assert static.is_visible() and cell.locator(".wb-curves").is_hidden() and not stop.is_visible()
         static.scroll_into_view_if_needed()
         shot(page, "buttons_restarted")

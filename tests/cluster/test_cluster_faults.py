@@ -50,7 +50,7 @@ def test_calls_answer_by_rank(pair: RayRanks) -> None:
     assert pair.call("who") == [(0, 2, "w"), (1, 2, "w")]
     assert pair.call("who", "shared", each=[(1,), (2,)]) == [(0, 2, "w", 1, "shared"), (1, 2, "w", 2, "shared")]
     assert pair.call("pid") == pids(pair) and len(set(pids(pair))) == 2
-    with pytest.raises(SettingError, match="length of each= of who; expected 2, one a rank; found 1"):
+    with pytest.raises(SettingError, match="values in each= of who; expected 2, one a rank; found 1"):
         pair.call("who", each=[(1,)])
 
 

@@ -200,7 +200,7 @@ def test_adam_in_8_bits_is_bitsandbytes_and_goes_on_from_its_state_bit_for_bit(
 
 
 def test_it_is_refused_without_adapters_and_over_ranks(folder: Path) -> None:
-    with pytest.raises(SettingError, match="base_dtype='nf4' of all weights.*lora_rank=16"):
+    with pytest.raises(SettingError, match="base_dtype='nf4' without LoRA.*lora_rank=16"):
         local(folder, device="cpu", base_dtype="nf4")
     with pytest.raises(SettingError, match="base_dtype of an FSDP engine"):
         FsdpSettings(base_dtype="int8", lora_rank=4)

@@ -303,7 +303,7 @@ def test_B4_weights_that_were_not_taken_are_not_served(folder: Path) -> None:
     engine = paired(learner, stale)
     engine.sample_many(requests(1))  # version 0 is what it has
     learner.commit()
-    with pytest.raises(EngineError, match="does not serve the weights that it was given; expected policy version 1; found version 0"):  # fmt: skip
+    with pytest.raises(EngineError, match="does not serve the weights that were pushed to it; expected policy version 1; found version 0"):  # fmt: skip
         engine.sample_many(requests(2))
 
 

@@ -446,7 +446,7 @@ class TestItsProcess:
         stall = patience(2)
         with vllm("data/tiny-arith", **{**SETTINGS, "stall_seconds": stall}) as engine:
             os.kill(engine.pid or 0, signal.SIGSTOP)
-            with pytest.raises(WorkerLost, match=f"has said nothing for {stall:g} s"):
+            with pytest.raises(WorkerLost, match=f"has not answered for {stall:g} s"):
                 engine.sample_many(asked(engine, 1))
             assert _members(engine.pid) == []
 

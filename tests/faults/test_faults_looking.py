@@ -221,5 +221,5 @@ def test_C1_a_view_waits_for_a_busy_kernel_and_says_so() -> None:
         alone(page, tokens, ("quantities", "labels", "colour"), late=3500)
         page.locator("select").select_option("mask")  # pressed while nothing is there yet
         page.get_by_text("waiting for the kernel").wait_for()
-        page.get_by_text("1: sampled by the model").wait_for()
+        page.get_by_text("1: sampled by the model; 0: padding, tool or user text").wait_for()
         assert "ab" in page.locator(".wb-tokens").inner_text()

@@ -227,7 +227,7 @@ def test_a_machine_that_does_not_know_its_own_name(monkeypatch: pytest.MonkeyPat
 
 def test_a_sum_of_ranks_that_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(3))
-    with pytest.raises(ArithmeticError, match=r"1 ranks up to 3\.0 in place of 1\.0"):
+    with pytest.raises(ArithmeticError, match=r"1 ranks to 3\.0 instead of 1\.0"):
         machine.all_reduce(0, 1, "gloo", f"file://{tmp_path}/store")
 
 

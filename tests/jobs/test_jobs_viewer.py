@@ -259,7 +259,7 @@ def test_in_chromium_the_widgets_work_without_a_kernel(served: str, folder: Path
         page.locator(".wb-samples tbody tr").nth(1).click()
         page.get_by_role("button", name="tokens").click()
         page.locator("input[name=row]").fill("5")
-        page.get_by_role("button", name="in full").click()
+        page.get_by_role("button", name="open row").click()
         page.locator(".wb-tokens span").nth(3).hover()
         assert page.title() == "row 5" and "token" in page.locator(".wb-values").inner_text()
         assert errors == [] and dialogs == []
@@ -330,7 +330,7 @@ def test_a_written_folder_has_the_same_pages_and_needs_nothing(
 
 def test_a_written_folder_is_bounded_says_so_and_overwrites_only_a_report(folder: Path, tmp_path: Path) -> None:
     target, said = write_folder(folder / "a", tmp_path / "small", limit=0.05)
-    assert "pages of older steps left out at 0.05 MB" in said
+    assert "pages of older steps left out, because the limit is 0.05 MB" in said
     index = (target / "a" / "index.html").read_text()
     assert "step_000001" not in index and "recorded steps: " in index  # a page that is not there has no link
     assert write_folder(folder / "a", target, limit=0.05)[1] == said

@@ -354,7 +354,7 @@ def test_a_report_names_row_and_token_and_what_it_cannot_read(plain: wb.Run) -> 
     assert found.left["old_log_probs"].startswith("needs the model") and "advantages" not in found.columns
     new = with_metric(plain.traces[1], "advantage", "critic/rewards/mean", lambda value: value)
     new.phases[4].metrics["my/metric"] = 1.0
-    assert audit_trace(new).unaudited == {"my/metric"} and "no formula for my/metric" in repr(audit_trace(new))
+    assert audit_trace(new).unaudited == {"my/metric"} and "no formula to recompute my/metric" in repr(audit_trace(new))
 
 
 def test_a_rule_is_read_again_only_where_the_data_source_chose_it(plain: wb.Run) -> None:

@@ -100,7 +100,7 @@ def test_pairs_are_preferences(run: Any, tiny: str) -> None:
 
 
 def test_held_out_prompts_and_empty_answers_are_refused(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="answer held-out prompts; expected none: they would be learnt"):
+    with pytest.raises(RunError, match="answer held-out prompts; expected no held-out prompts in training data"):
         run.rollouts()
     with pytest.raises(RunError, match="no answers with a reward of at least 2"):
         run.best(above=2.0, held_out=True)

@@ -301,7 +301,7 @@ def test_the_list_of_recorded_steps_and_the_card(grpo: wb.Run, monkeypatch: pyte
     row = grpo.rows[2]
     assert lines[4].split()[0] == "3" and f"{row['actor/grad_norm']:.4g}" in lines[4] and "every step" in lines[4]
     card = repr(grpo)
-    assert "finished, step 6 of 6" in card and "checkpoints: of steps 3, 6" in card and "0–6" in card
+    assert "finished, step 6 of 6" in card and "checkpoints: after steps 3, 6" in card and "0–6" in card
     assert 'run.stepper(step=6, at="reward")' in card and "run.curves()" in card
     for shown in (grpo.traces._repr_html_(), grpo._repr_html_()):
         assert "<table" in shown and lint(shown) == []

@@ -170,7 +170,7 @@ def test_no_verdict_is_no_credit_and_is_counted() -> None:
     assert report.figures["right in both orders"].value == 0.5 and report.figures["swap consistency"].value == 1.0
     assert report.confusion["no verdict"].tolist() == [50, 50]
     assert report.cost.calls == 300  # what is no verdict is asked for twice
-    assert "of 200 verdicts 100 infra_error" in repr(report)
+    assert "of 200 verdicts: 100 infra_error" in repr(report)
     assert judge_report(says(lambda *_: "?"), pairs(4)).findings == ("gives no verdict",)
 
 

@@ -72,7 +72,7 @@ def test_which_pins_hold_and_which_break(tmp_path: Path) -> None:
         [1, 0, False],
         [0, 0, True],
     ]
-    assert "all of 3 pins hold" in repr(good) and "1 of 3 pins breaks" in repr(bad)
+    assert "all 3 pins get their score" in repr(good) and "1 of 3 pins breaks" in repr(bad)
     assert "expected 0, got 1" in repr(bad) and "no marker" in repr(bad) and "it is 4" in repr(bad)
     lengths = kept.check(long_enough)  # the recorded ids and a column by name: 6 ≥ 3, 7 ≥ 9, 6 ≥ 3
     assert [one.got for one in lengths.results] == [1, 0, 1]

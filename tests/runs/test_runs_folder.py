@@ -429,7 +429,7 @@ def test_only_failures_of_the_folder_and_of_the_machine_are_said_as_the_runs(
     run = tmp_path / "r"
     raised = {
         "cannot open more files.*ulimit -n": OSError(errno.EMFILE, "Too many open files", "data/model"),
-        "the disk of run .* is full.*make room": RuntimeError("SafetensorError: No space left on device (os error 28)"),
+        "the disk of run .* is full.*free disk": RuntimeError("SafetensorError: No space left on device (os error 28)"),
         "metrics.jsonl failed.*repair the folder": OSError(
             errno.EROFS, "Read-only file system", str(run / "metrics.jsonl")
         ),

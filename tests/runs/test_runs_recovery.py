@@ -188,7 +188,7 @@ def test_a_crash_loop_ends_with_its_error_and_the_run_can_be_resumed(
     with pytest.raises(WorkerLost, match="rank 1") as caught:
         train(grpo(tiny, *range(3, 99)), tmp_path / "r", save_freq=1)
     assert caught.value.__notes__[0] == (
-        "not recovered after 3 of at most 3 recoveries: train(max_recoveries=3) allows no other"
+        "not recovered after 3 of at most 3 recoveries: train(max_recoveries=3) allows no further recovery"
     )
     assert pauses == [0.0, 1.0, 2.0] and [one["step"] for one in events(tmp_path / "r")] == [3, 3, 3]
     same(trained(grpo(tiny), tmp_path / "r", resume="auto"), quiet)
@@ -217,7 +217,7 @@ def test_workers_that_do_not_start_again_are_tried_so_often_and_no_oftener(
         ({"max_recoveries": 0}, "after 0 of at most 0 recoveries"),
         (
             {"keep_updates": 0},
-            "the state after step 1 cannot be made again; found checkpoint None, recorded updates none",
+            "the state after step 1 cannot be computed again; found checkpoint None, recorded updates none",
         ),
     ],
 )

@@ -19,7 +19,7 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     until(page, lambda: "● update_actor" in face.inner_text())
     old = faces.first
     old.get_by_role("button", name="next", exact=True).click()
-    until(page, lambda: "had moved: this is its state now" in old.inner_text() and "● update_actor" in old.inner_text())
+    until(page, lambda: "this view shows it as it is now" in old.inner_text() and "● update_actor" in old.inner_text())
     face.get_by_role("button", name="back", exact=True).click()
     until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text())
     shot(page, "driven_back")
@@ -162,7 +162,7 @@ def tokens(page: Any) -> None:
     entropy = colours()
     choose = page.locator(".wb-bar select").filter(has_text="sampler_difference").first
     choose.select_option("advantage")
-    page.get_by_text("how much better than expected").locator("visible=true").first.wait_for()
+    page.get_by_text("advantage: how much better than expected").locator("visible=true").first.wait_for()
     until(page, lambda: colours() != entropy and len(set(colours())) == 1)
     box.locator("span").nth(3).hover()
     until(page, lambda: "token 2 " in page.locator(".wb-values").first.inner_text())

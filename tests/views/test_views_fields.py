@@ -57,7 +57,7 @@ def test_a_large_column_is_summed_up_from_even_pieces(monkeypatch: pytest.Monkey
         assert read == 16
         assert float(numbers.split()[0]) == pytest.approx(470, abs=40), "from all over the column"
     phase = Phase(stage="x", batch=saved, wrote=("mine",), metrics={}, settings={})
-    assert "computed from a part of 1,000 rows" in html(fields(phase))
+    assert "computed from some of the 1,000 rows" in html(fields(phase))
     assert not isinstance(saved.batch.raw()["mine"], torch.Tensor), "the column was not kept"
 
 

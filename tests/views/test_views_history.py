@@ -125,7 +125,7 @@ def test_a_long_history_stays_small(tmp_path: Path, run: wb.Run) -> None:
         phase = Phase(stage="reward", batch=batch, wrote=batch.columns, metrics={}, settings={})
         wb.Trace(batch[:0].with_meta(step=step)).add(phase).save(tmp_path / "traces" / f"step_{step:06d}")
     made = run.history("01-0")
-    assert len(made.steps) == 56 and "the last 24 of 56: .to_pandas() has all" in made.text()
+    assert len(made.steps) == 56 and "the last 24 of 56 draws; .to_pandas() has all" in made.text()
     assert len(made.html()) < 150_000 and len(made.text()) < 20_000
 
 

@@ -111,7 +111,7 @@ def test_rejected_rows_and_rows_of_other_stages() -> None:
     assert left.frame[LEFT_OUT].tolist() == [
         "dropped by the stage mine",
         "not scored",
-        "rejected: rollout_correction leaves no token to train on",
+        "rejected: rollout_correction masks all tokens of the row",
     ]
     assert wb.views.samples(batch.without("loss_mask", "scored")).left_out is None
 

@@ -26,7 +26,7 @@ def test_columns_stand_on_the_arrows_to_the_stage_that_reads_them(tiny: str) -> 
     assert "response_mask" in arrows[0] and "policy_version" not in arrows[0], "nobody reads that one"
     assert "token_level_scores" in arrows[1] and "score<" not in arrows[1]
     assert len(arrows) == 5 and arrows[4].endswith("→") and "advantages" in arrows[4]
-    assert "rewards beside the rollout" in wb.recipes.grpo(engine).streaming_rewards()._repr_html_()
+    assert "rewards computed during the rollout" in wb.recipes.grpo(engine).streaming_rewards()._repr_html_()
 
 
 def two() -> tuple[wb.Trace, wb.Trace]:

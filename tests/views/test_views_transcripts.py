@@ -54,7 +54,7 @@ def test_a_call_is_framed_with_its_result_and_the_template_is_folded() -> None:
     folds = (
         "system · 90 characters, 10 lines: Be brief",
         "reasoning: 2 tokens",
-        "calls as written, and template: 2 tokens",
+        "tool calls as sampled, template tokens: 2 tokens",
     )
     folds += ("1 · tool · tokens 5 to 6 · mask 0: 2 tokens", "(713 characters)")
     for fold in folds:

@@ -64,7 +64,7 @@ def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: p
         live.on_row(row(1), 8.0)
         control.pause()
         await asyncio.sleep(0.7)
-        assert repr(shown[0][-1]).endswith("pausing when this step has ended")
+        assert repr(shown[0][-1]).endswith("pauses when this step ends")
         gate = asyncio.create_task(control.gate())
         await asyncio.sleep(0.7)
         assert repr(shown[0][-1]).endswith("paused")

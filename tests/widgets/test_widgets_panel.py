@@ -57,7 +57,7 @@ def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
     assert live["text/html"] == live["text/plain"] == "", "where it cannot be drawn the static form is there"
     cover = shown._box.children[0]
     assert type(cover).__name__ == "Cover", "which hides the one, or the other"
-    assert cover.again.startswith("go on by wb.train(…, run=") and cover.again.endswith("resume='auto')")
+    assert cover.again.startswith("continue with wb.train(…, run=") and cover.again.endswith("resume='auto')")
     assert "step 3/9" in bundle["text/plain"] or "step 4/9" in bundle["text/plain"]
     assert "data:image/png" in bundle["text/html"] and "&lt;b&gt;run" in bundle["text/html"]
     assert lint(bundle["text/html"]) == []

@@ -135,7 +135,7 @@ class Episode:
         if policy is None or policy == self.policy:
             return self.sampler
         if policy not in self.policies:
-            do = "give the rollout its engine: policies={…}"
+            do = "pass the policy's engine to the rollout: policies={…}"
             known = (*filter(None, [self.policy]), *self.policies)
             raise SettingError(unknown("policy of this episode", policy, known), do=do)
         return self.policies[policy]
@@ -207,7 +207,7 @@ class Episode:
 
     def _end_at_full(self, ids: Sequence[int]) -> Sample:
         if self.samples and not self.samples[-1].ids and self.samples[-1].finish_reason == "length":
-            what, do = f"row {self.row} (uid {self.uid}): its agent loop samples on", "end at finish_reason 'length'"
+            what, do = f"row {self.row} (uid {self.uid}): its loop samples too much", "end at finish_reason 'length'"
             raise DataError(what, found=f"{len(ids)} tokens, the sampler's maximum length", do=do)
         self.samples.append(Sample((), (), "length", self.sampler.version))
         return self.samples[-1]
@@ -231,8 +231,8 @@ class Episode:
                 self.matched.add(number)
         if len(log_probs) < len(sampled):
             what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
-            expected = "response ids that are the sampled ones, in order, where the mask is 1"
-            do = "give `Sample.log_probs` of what was sampled, and 0.0 where the mask is 0"
+            expected = "the sampled ids, in their order, as response ids where the mask is 1"
+            do = "set response_logprobs: `Sample.log_probs` of sampled tokens, 0.0 where the mask is 0"
             found = f"token {len(log_probs)} of {len(sampled)}, which was not sampled"
             raise DataError(what, expected=expected, found=found, do=do)
         drawn, by = iter(log_probs), iter(versions)

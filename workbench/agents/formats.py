@@ -424,7 +424,7 @@ class MiniMaxM3Parser(FindsCalls):
         if "array" in kinds or (names == {"item"} and "object" not in kinds):
             return [one for _, one in inside]
         if len(names) < len(inside):
-            raise ValueError("the element has two parameters of one name")
+            raise ValueError("the element has two parameters with the same name")
         return dict(inside) if inside or "object" in kinds else typed(text, schema)
 
 

@@ -289,7 +289,7 @@ def select_interaction(
         name = next(iter(interactions))
     what = f"interaction_kwargs of {place}"
     if name is None:
-        do = "name one in each row; give rows without a user another agent (column agent_name)"
+        do = "name an interaction in each row; rows without a simulated user need another agent (column agent_name)"
         raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}", do=do)
     if name not in interactions:
         kind = type(next(iter(interactions.values()))).__name__ if interactions else "BaseInteraction"

@@ -487,7 +487,7 @@ def tools_text(place: str, tools: Sequence[Mapping[str, Any]], parser: object) -
     if not form:
         known = ", ".join(name for name, kind in _PARSERS.items() if getattr(kind, "call_form", ""))
         what = f"tools_in='system' with {type(parser).__name__}"
-        expected = "a parser that has call_form, a call as it reads it"
+        expected = "a parser with call_form, which shows the format of a call"
         raise SettingError(what, expected=expected, found="none", do=f"parser= one of {known}, or format='react'")
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (

@@ -285,9 +285,9 @@ class PolicyTokens:
         if request.response_format is None:
             return
         if request.tools and request.calls:
-            why = "response_format beside tools: an answer held to JSON cannot call; give tool_choice none, or no tools"
+            why = "response_format beside tools: an answer constrained to JSON cannot call a tool; set tool_choice to none, or send no tools"
         elif not isinstance(self.sampler, Constrains):
-            why = f"response_format: {type(self.sampler).__name__} does not hold an answer to JSON; expected none or text,"
+            why = f"response_format: {type(self.sampler).__name__} cannot constrain an answer to JSON; expected none or text,"
             why += " or a tool with that schema and tool_choice"
         else:
             try:

@@ -458,7 +458,7 @@ def only_sequence(outputs: Sequences) -> AgentLoopOutput:
     row."""
     if len(outputs) > 1:
         do = "branch an agent without compaction, sub-agents and history='template'"
-        raise SettingError("the sequences of an episode to branch", expected="one", found=f"{len(outputs)}", do=do)
+        raise SettingError("sequences of an episode to branch", expected="one", found=f"{len(outputs)}", do=do)
     return outputs[0]
 
 

@@ -274,7 +274,7 @@ class Child:
                 used, idle = cpu, now + IDLE_SECONDS
             if now >= min(end, idle):
                 self.close()
-                why = f"used no processor for {IDLE_SECONDS:g} s" if now < end else f"was not ready after {seconds:g} s"
+                why = f"used no CPU time for {IDLE_SECONDS:g} s" if now < end else f"was not ready after {seconds:g} s"
                 raise Stuck(f"the child process {why} and was ended")
         try:
             return self.exchange(None, IDLE_SECONDS, most)

@@ -209,7 +209,7 @@ class RayRanks(Shown, Closing):
 
         self.check()
         if each is not None and len(each) != self.size:
-            raise SettingError(f"length of each= of {method}", expected=f"{self.size}, one a rank", found=len(each))
+            raise SettingError(f"values in each= of {method}", expected=f"{self.size}, one a rank", found=len(each))
         self._number += 1
         sent: Any = pack(tuple(shared))
         if self.size > 1 and shared:

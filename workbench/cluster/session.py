@@ -118,11 +118,11 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
                 again = True
                 notes.append(f"{watch.ended}; Ray was started once more")
             elif watch.ended:
-                what, expected = "Ray did not start: a process of its own ended, twice", "processes that stay"
-                do = "end what keeps this machine busy, then call wb.cluster(…) again; or train without Ray: wb.engines.local(…)"
+                what, expected = "Ray did not start in two attempts: one of its processes ended", "running processes"
+                do = "end other work on this machine, then call wb.cluster(…) again; or train without Ray: wb.engines.local(…)"
                 raise EngineError(what, expected=expected, found=watch.ended, do=do) from None
             elif "timed out during startup" in str(error):
-                do = "end what keeps this machine busy, or give it longer: wb.cluster(…, start_seconds=600)"
+                do = "end other work on this machine, or allow more time: wb.cluster(…, start_seconds=600)"
                 raise EngineError(f"Ray did not start in {seconds:g} s", found=first_line(error, 300), do=do) from None
             else:
                 raise

@@ -468,7 +468,7 @@ def adaptive(
     if not -np.inf < low < high < np.inf:
         raise DataError("band of adaptive rows' mean rewards", expected="low < high", found=f"{low} to {high}")
     if not 0 <= outside <= 1:
-        raise DataError("outside, the chance of rows outside the band", expected="0 to 1", found=outside)
+        raise DataError("argument outside (the chance of a row outside the band)", expected="0 to 1", found=outside)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise DataError("window of adaptive rows", expected="a whole number ≥ 1", found=window)
     if column is not None:

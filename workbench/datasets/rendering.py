@@ -149,7 +149,7 @@ def _rendered(tokenizer: Any, chats: Sequence[Any], switches: Mapping[str, Any])
     if not (wrapped := [mark for mark in marks if any(mark in text for text in texts)]):
         return ""
     count = sum(any(mark in text for mark in wrapped) for text in texts)
-    do = "wb.rows(…, raw=True) takes a text as it stands"
+    do = "wb.rows(…, raw=True) passes texts to the model unchanged"
     return (
         f"{count} prompts of {len(texts)} hold its own {', '.join(wrapped)} and are put into its form once more: {do}"
     )
@@ -223,9 +223,9 @@ def check_tools(
     names = [str(tool.get("function", tool).get("name")) for tool in tools]
     words = {name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in names}
     if left := [name for name, word in words.items() if len(word.findall(text)) <= len(word.findall(bare))]:
-        what = f"the chat template of {tokenizer.name_or_path} does not tell the model of the tools {', '.join(left)}"
+        what = f"the chat template of {tokenizer.name_or_path} does not show the model the tools {', '.join(left)}"
         found = f"none of that in a prompt that begins with a {chat[0]['role']} message"
-        do = "tell them in the system message, tools_in='system'; or take another tokenizer, or a ToolAgent with format='react'"
+        do = "describe them in the system message (tools_in='system'), or use another tokenizer, or a ToolAgent with format='react'"
         raise SettingError(what, expected="their names in the prompt", found=found, do=do)
 
 

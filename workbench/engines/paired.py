@@ -103,7 +103,7 @@ class Paired(can.SampleMany, can.Closing, Generates):
     def check_schema(self, schema: str) -> None:
         """Raise `EngineError` or `SettingError` where the sampler cannot hold responses to this JSON schema."""
         if not isinstance(self.sampler, can.Constrains):
-            what = f"{type(self.sampler).__name__} does not hold responses to a JSON schema"
+            what = f"{type(self.sampler).__name__} cannot constrain responses to a JSON schema"
             raise EngineError(what, do="leave it out, or sample with engines.local or engines.vllm")
         self.sampler.check_schema(schema)
 
@@ -136,7 +136,7 @@ class Paired(can.SampleMany, can.Closing, Generates):
             if held is not None:
                 break
             self._pushed = None  # it does not have the weights that it was given
-        what = "the sampler does not serve the weights that it was given"
+        what = "the sampler does not serve the weights that were pushed to it"
         found = f"version {sample.version} from {self.sampler!r}"
         raise EngineError(what, expected=f"policy version {version}", found=found, do="restart the sampler")
 
@@ -145,7 +145,7 @@ class Paired(can.SampleMany, can.Closing, Generates):
         them. While weights are `held`, theirs."""
         if held is not None:
             if self._starts() != held.starts:
-                what = f"the held weights of version {held.version} that rows were being sampled with are gone"
+                what = f"the weights of version {held.version}, with which rows were being sampled, are lost"
                 found = "the sampler's process was restarted meanwhile"
                 raise WorkerLost(what, found=found, do="continue from the last checkpoint: resume='auto'")
             return held.version
@@ -184,9 +184,9 @@ class Paired(can.SampleMany, can.Closing, Generates):
         sampler sleeps while the learner works.
         """
         if self.share_device:
-            what = "weights cannot be held in the sampler while the learner works"
+            what = "the sampler cannot keep its weights while the learner works"
             found = "share_device=True: the sampler sleeps while the learner works"
-            do = "put them on two devices (share_device=False where both fit on one), or sample and learn in turn (ahead=0)"
+            do = "use two devices (share_device=False if both fit on one), or sample and learn in turn (ahead=0)"
             raise EngineError(what, expected="a sampler on a device of its own", found=found, do=do)
         return runtime.run(self._hold())
 

@@ -679,7 +679,7 @@ class Pushing(Sending, Receiving):
     def check_weights(self) -> None:
         """Raise `EngineError` while a push of weights is under way, and after one that failed."""
         if self._missing is not None:
-            what, do = "this engine's weights are half old, half new", "push again"
+            what, do = "this engine has some old and some new weights", "push again"
             raise EngineError(what, found="a push that is under way, or one that broke off", do=do)
 
     def load_adapter(self, folder: str, version: int) -> int:

@@ -329,7 +329,7 @@ def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
     total, expected = float(one.mean()), ranks * (ranks + 1) / 2
     dist.destroy_process_group()
     if total != expected:
-        raise ArithmeticError(f"{backend} added {ranks} ranks up to {total} in place of {expected}")
+        raise ArithmeticError(f"{backend} summed {ranks} ranks to {total} instead of {expected}")
 
 
 def attention() -> CheckResult:
@@ -377,7 +377,7 @@ def ray() -> CheckResult:
         with connect(cpus=1, gpus=0) as made:
             notes = made.notes
     except EngineError as error:
-        do = "all but wb.cluster works without; a busy machine may need longer; `ray stop` ends what earlier sessions left"
+        do = "only wb.cluster needs Ray; a busy machine may need longer; `ray stop` ends processes of earlier sessions"
         return CheckResult(WARNING, str(error), do)
     started = f"Ray {version_of('ray')} started and ended in {time.monotonic() - began:.0f} s"
     return CheckResult(OK, "; ".join([started, *notes]))
@@ -496,7 +496,7 @@ def numbers() -> CheckResult:
     batch, engine = recorded(), opened()
     gap = gap_of(engine.compute_log_probs(batch)["log_probs"], batch["old_log_probs"], batch)
     summary = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
-    do = "float32 is not computed as such: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
+    do = "float32 is computed less exactly: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
     if not gap < EXACT or not torch.cuda.is_available():
         return judged(summary, (not gap < EXACT, WRONG, do))
     here, there = updated(engine, batch), updated(opened(device="cpu"), batch)
@@ -528,7 +528,7 @@ def vllm_engine() -> CheckResult:
     """
     python, gpu = interpreter(VllmSettings()), torch.cuda.is_available()
     if not importable(python):
-        do = f"{install('vllm')}, or WORKBENCH_VLLM_PYTHON=… for one beside; the local engine needs none"
+        do = f"{install('vllm')}, or set WORKBENCH_VLLM_PYTHON to a Python that has vLLM; the local engine needs none"
         return CheckResult(SKIPPED, "vLLM is not installed", do)
     began = time.perf_counter()
     learner = opened(lr=1e-2)  # a step so large that old weights would be seen
@@ -614,5 +614,5 @@ def shards() -> CheckResult:
     finally:
         there.close()
     summary = f"{ranks} {where}: log-probs {gap:.0e} nats from one process, gradient norm {abs(many / single - 1):.0e}"
-    do = "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
+    do = "sums over ranks are wrong: see the check `collectives`; NCCL_P2P_DISABLE=1 shows whether a link is"
     return judged(summary, (not gap < EXACT or not abs(many / single - 1) < NEAR, WRONG, do))

@@ -188,7 +188,7 @@ class Pages:
         before = _before(run, step)
         further = [("samples in full, with tokens", [(f"row {row}", f"{folder}row_{row}.html") for row in worst])]
         if before is not None:
-            further.append(("compared", [(f"with step {before}", f"{folder}compare.html")]))
+            further.append(("compare this step", [(f"with step {before}", f"{folder}compare.html")]))
         sections = [
             Section("phases", lambda: _html(trace)),
             self._table(trace),
@@ -207,7 +207,7 @@ class Pages:
             return ""
         steps = [f"{name}/{step}" for name, path in self.runs().items() for step in Run(path).traces]
         options = "".join(f"<option>{doc.escape(one)}</option>" for one in steps if one != here)
-        row = '<form action="row.html"><label>row <input name="row" type="number" min="0" value="0" required></label> <button>in full</button></form>'
+        row = '<form action="row.html"><label>row <input name="row" type="number" min="0" value="0" required></label> <button>open row</button></form>'
         other = f'<form action="compare.html"><label>with <select name="with">{options}</select></label> <button>compare</button></form>'
         return row + other * bool(options)
 
@@ -430,7 +430,7 @@ def write_folder(source: str | Path, output: str | Path | None = None, *, limit:
         written.add(path)
         size += len(body.encode("utf-8", "replace"))
     summary = f"{len(written)} pages, {size / 1e6:.1f} MB, in {target}"
-    summary += f"; {left} pages of older steps left out at {limit:g} MB" if left else ""
+    summary += f"; {left} pages of older steps left out, because the limit is {limit:g} MB" if left else ""
     return target, summary + (f"; could not be made: {', '.join(broken)}" if broken else "")
 
 

@@ -58,9 +58,9 @@ def _refuse_held_out(run: Any, batch: DataProto) -> None:
     if rows:
         what, do = (
             f"{len(rows)} samples of {run.address} answer held-out prompts",
-            "held_out=True takes them all the same",
+            "held_out=True includes them",
         )
-        raise RunError(what, expected="none: they would be learnt", found=f"rows {rows[:8]}", do=do)
+        raise RunError(what, expected="no held-out prompts in training data", found=f"rows {rows[:8]}", do=do)
 
 
 def _prompt(chat: Any) -> str:

@@ -210,10 +210,10 @@ def room(path: Path) -> Iterator[None]:
         number, file = getattr(cause, "errno", None), getattr(cause, "filename", None)
         what, expected, do = f"run {path}: {file} failed", "a file that can be written and read", "repair the folder"
         if number in _FULL or "No space left" in str(cause):
-            what, expected, do = f"the disk of run {path} is full", "room for what a step writes", "make room"
+            what, expected, do = f"the disk of run {path} is full", "space for a step's files", "free disk space"
         elif number in _FILES:
-            what, expected = f"run {path} cannot open more files", "a free place for one"
-            do = "allow more (ulimit -n 4096)"
+            what, expected = f"run {path} cannot open more files", "a free file descriptor"
+            do = "raise the limit (ulimit -n 4096)"
         elif not isinstance(file, str | Path) or not Path(file).absolute().is_relative_to(path.absolute()):
             raise
         do = f"{do}, then go on with resume='auto': wb.train(…, run={str(path)!r}, resume='auto')"

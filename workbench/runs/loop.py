@@ -125,7 +125,7 @@ class Recovery:
         return any(isinstance(one, Losable) and one.lost for one in self._pipeline.learners().values())
 
     def _recover(self, step: int, error: Exception, restore: Callable[[], str], pause: float) -> None:
-        why = f"train(max_recoveries={self._most}) allows no other"
+        why = f"train(max_recoveries={self._most}) allows no further recovery"
         while self.count < self._most:
             self.count += 1
             self._wait(pause)
@@ -212,7 +212,7 @@ class Recovery:
                 learner.restore(self._began[role])
             self._pipeline.load_state(self._controllers)
             return self._start, "the weights that the training began with"
-        what = f"the state after step {step} cannot be made again"
+        what = f"the state after step {step} cannot be computed again"
         found = f"checkpoint {there.step or None}, recorded updates {updates.ranges(recorded)}"
         raise RunError(what, found=found, do="set save_freq, or a larger keep_updates, and go on with resume='auto'")
 

@@ -156,8 +156,8 @@ def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
 def _more_cut_off(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = _mean(rows[:WINDOW], "response/cut_ratio"), _last(rows, "response/cut_ratio")
     if first is not None and last is not None and last > 0.3 and last - first > 0.2:
-        do = "they are scored without their end: raise max_tokens, or let dapo's overlong penalty make them shorter"
-        found = f"{first:.0%} → {last:.0%} of them"
+        do = "cut responses are scored without their end: raise max_tokens, or use dapo's overlong penalty"
+        found = f"{first:.0%} → {last:.0%} of the responses"
         yield _lately(rows, "more and more responses are cut off", found, do, "response/cut_ratio")
 
 
@@ -166,7 +166,7 @@ def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
     grown = len(rows) > 2 * WINDOW and first is not None and last is not None and last > 0.5 and last - first > 0.2
     if last is not None and (last > 0.7 or grown):
         before = f", {first:.0%} at first" if grown else ""
-        do = "prompts are too easy or too hard: recipes.dapo samples others, or raise group_size or the temperature"
+        do = "prompts are too easy or too hard: use recipes.dapo, which samples others, or raise group_size or the temperature"
         found = f"{last:.0%} of the rows have advantage 0{before}"
         yield _lately(rows, "most groups teach nothing", found, do, "advantage/zero_share")
 
@@ -179,7 +179,7 @@ def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
     if explained[-1] < 0 and max(explained) - explained[-1] > 0.3 and losses[-1] > 1.5 * min(losses):
         variance = f"explained variance {max(explained):.2f} → {explained[-1]:.2f}"
         found = f"{variance}, loss {min(losses):.3g} → {losses[-1]:.3g}"
-        do = "advantages are noise then: lower the critic's lr, raise its warm-up (critic_warmup), clip its gradient"
+        do = "advantages become noise: lower the critic's lr, raise its warm-up (critic_warmup), clip its gradient"
         yield _lately(rows, "the critic diverges", found, do, "critic/vf_explained_var")
 
 
@@ -189,18 +189,18 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     if late and _last(rows, "rollout_corr/rollout_is_mean") is not None:
         return  # rows of older weights were asked for, and the loss corrects for them
     if value is not None and value > 0.02:
-        do = "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection"
+        do = "training is off-policy: check the push of weights and the precision, or add stages.RolloutCorrection"
         if late:
-            do = "rows are of older weights (ahead, max_lag): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
-        found = f"probabilities are {value:.3g} apart on average"
+            do = "rows come from older weights (ahead, max_lag): use recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
+        found = f"token probabilities differ by {value:.3g} on average"
         yield _lately(rows, "sampler and trainer differ", found, do, "training/rollout_probs_diff_mean")
 
 
 def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
     lost, size = (_mean(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
     if lost and size and lost > 0.25 * size:
-        do = "stale='keep' waits for them, a larger max_lag lets them be older"
-        found = f"{lost:.3g} groups a step of {size:.3g}"
+        do = "set stale='keep' to wait for late groups, or a larger max_lag to allow older ones"
+        found = f"{lost:.3g} of {size:.3g} groups per step"
         yield _lately(rows, "a stream cancels many rollouts", found, do, "streaming/cancelled")
 
 
@@ -213,7 +213,7 @@ def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
     spread = max(values) - min(values)
     if best - last > 0.3 * spread and best - last > 0.05:
         since = [int(row[STEP]) for row in rows if series([row], "critic/score/mean")][means.index(best)]
-        do = "KL too far from the start, or lr too high: go back to a checkpoint, raise kl_coef, lower lr"
+        do = "the policy may be too far from the reference, or lr too high: go back to a checkpoint, raise kl_coef, lower lr"
         found = f"running mean {best:.3f} → {last:.3f}"
         yield Symptom("reward has fallen", found, since, do, metric="critic/score/mean")
 
@@ -223,7 +223,7 @@ def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
     usual = median(norms.values()) if norms else 0.0
     if steps := tuple(step for step, norm in norms.items() if usual and norm > 20 * usual):
         found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}"
-        do = "look at that step: run.stepper(step); lower grad_clip or lr"
+        do = "look at that step with run.stepper(step); lower grad_clip or lr"
         yield Symptom("the gradient jumps", found, steps[0], do, steps, "actor/grad_norm")
 
 
@@ -235,7 +235,7 @@ def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
     every = {step_of(row): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
     if steps := tuple(step for step, names in every.items() if names):
         found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
-        do = "look at that step: run.stepper(step, at='update_actor'); is a reward huge, or an advantage NaN?"
+        do = "look at that step with run.stepper(step, at='update_actor') for a huge reward or an advantage that is NaN"
         yield Symptom("a metric is NaN or infinite", found, steps[0], do, steps, every[steps[0]][0])
 
 

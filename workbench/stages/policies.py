@@ -83,8 +83,8 @@ class OfPolicy(BaseStage):
         selected = batch.select_idxs(rows)
         outcome = self.stage(selected)
         if outcome.rows is not None or len(outcome.batch) != len(selected):
-            what = f"stage {self.stage.name!r} moves rows, which cannot be done for one policy"
-            raise PipelineError(what, expected="a stage that keeps them", found=describe(self.stage))
+            what = f"stage {self.stage.name!r} drops or repeats rows, which cannot be done for one policy"
+            raise PipelineError(what, expected="a stage that keeps all rows", found=describe(self.stage))
         changed = {
             name: outcome.batch[name] for name in outcome.batch.columns if not unchanged(name, selected, outcome.batch)
         }

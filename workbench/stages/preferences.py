@@ -77,7 +77,7 @@ class AnswerPairs(DataResponses):
 
     def _refuse_equal(self, answers: list[str], place: str) -> None:
         if answers[0] == answers[1]:
-            do = "leave such rows out: they say nothing"
+            do = "leave such rows out: equal answers show no preference"
             raise DataError(
                 f"{self.chosen} and {self.rejected} of {place}", expected="two answers", found="equal", do=do
             )

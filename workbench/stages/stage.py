@@ -306,7 +306,7 @@ def _settings(function: Callable[..., Any]) -> list[inspect.Parameter]:
     if taken := [
         parameter.name for parameter in others if hasattr(FunctionStage, parameter.name) or parameter.name == "source"
     ]:
-        found, do = f"a setting called {taken[0]!r}", "give it another name: every stage has an attribute of that one"
+        found, do = f"a setting called {taken[0]!r}", "rename the setting: every stage has an attribute of that name"
         raise SettingError(what, found=found, do=do)
     return [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in others]
 

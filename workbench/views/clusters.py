@@ -178,22 +178,22 @@ def fit(fit: Fit) -> doc.Part:
             if part.size
         ]
         rows.append([phase.name, "together", "", gib(phase.size)])
-    title = f"{fit.name} {verdict}: {gib(fit.needed)} of {gib(fit.available)} ({fit.source}) a process, in its largest phase"
+    title = f"{fit.name} {verdict}: {gib(fit.needed)} of {gib(fit.available)} ({fit.source}) per process, in its largest phase"
     how = f"  {fit.parameters:,} parameters, learner " + (
         "in one process" if where.alone else f"over {where.ranks} ranks"
     )
     if fit.cached is not None:
         sequences = fit.cached // fit.asked["tokens"]
-        how += f"; a sampler has cache for {fit.cached:,} tokens, {sequences} sequences of {fit.asked['tokens']:,}"
+        how += f"; a sampler's KV cache holds {fit.cached:,} tokens, {sequences} sequences of {fit.asked['tokens']:,}"
     lines: list[doc.Part] = [
         doc.line(doc.bold(title)),
         doc.line(how),
-        doc.Table(["phase", "role", "what", "bytes a process"], rows),
+        doc.Table(["phase", "role", "part", "bytes per process"], rows),
     ]
     if not fit:
         rated = [[one.name, f"{'−' if one.saved >= 0 else '+'}{gib(abs(one.saved))}", one.cost] for one in fit.choices]
-        lines.append(doc.Table(["what would help", "memory in the largest phase", "cost"], rated))
-        lines.append(doc.line(f"  this fits: {fit.advice}" if fit.advice else "  no setting makes it fit: more GPUs"))
+        lines.append(doc.Table(["setting", "memory in the largest phase", "cost"], rated))
+        lines.append(doc.line(f"  this fits: {fit.advice}" if fit.advice else "  no setting makes it fit: add GPUs"))
     return tuple(lines)
 
 

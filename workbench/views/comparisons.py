@@ -47,7 +47,7 @@ def comparison(diff: Comparison) -> doc.Part:
     main = {WORDS[key]: pair for key in WORDS if (pair := diff.metrics.get(key))}
     changes = [[name, *map(doc.number, pair), _change(*pair)] for name, pair in main.items()]
     sides = zip(("first", "second"), diff.only, strict=True)
-    only = [doc.line(f"only in the {side}: {', '.join(names)}") for side, names in sides if names]
+    only = [doc.line(f"only in the {side} step: {', '.join(names)}") for side, names in sides if names]
     shown, reused = diff.rows[:_ROWS], _reused(diff)
     left = len(diff.rows) - len(shown)
     return (
@@ -109,7 +109,7 @@ def _title(diff: Comparison) -> str:
     counts = {"column": len(diff.columns), "metric": len(diff.metrics)}
     rest = ", ".join(doc.counted(n, f"{what} differs", f"{what}s differ") for what, n in counts.items() if n)
     if not diff.rows:
-        return f"Comparison: no sample changed its reward or its advantage; {rest or 'only columns of one side differ'}"
+        return f"Comparison: no sample changed its reward or its advantage; {rest or 'each side has columns that the other lacks'}"
     moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in diff.rows)
     rows = f"{len(diff.rows)} of {doc.counted(len(diff.traces[0].batch), 'row')} changed ({moved} in reward)"
     return f"Comparison: {rows}, {doc.counted(diff.sign_flips, 'advantage')} changed sign; {rest}"
@@ -119,7 +119,7 @@ def _reused(diff: Comparison) -> str:
     """Say which phases of the second trace were reused from the first; "" for none."""
     first, second = diff.traces
     names = [phase.stage for phase in second if phase.reused or any(phase is one for one in first)]
-    return f"not run again: {', '.join(names)}" if names else ""
+    return f"phases not run again: {', '.join(names)}" if names else ""
 
 
 def _change(a: float, b: float) -> str:
@@ -300,9 +300,9 @@ def what_if(result: WhatIf) -> doc.Part:
         moved = f"token {token} {word!r} ({float(result.difference[row][token]):+.4f})"
         bars = _bar(means[row], largest), _bar(sums[row], most)
         movers.append([str(row), _responses([result.batch], row), reward, *bars, moved])
-    header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "most moved token"]
+    header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "token that changed most"]
     return (
-        doc.line(doc.bold(f"What if {result.other.name}: cosine between the updates {result.cosine:.4f}")),
+        doc.line(doc.bold(f"What if {result.other.name}: cosine of the two updates {result.cosine:.4f}")),
         doc.Table(["", "actual", "changed"], _both(result)),
         doc.line(doc.bold("rows that differ most")),
         doc.Table(header, movers),
@@ -315,7 +315,7 @@ def _both(result: WhatIf) -> list[list[str]]:
     rows = [["updates", *(str(len(side.metrics)) for side in sides)]]
     names = dict.fromkeys(name for side in sides for name in side.metrics[-1])
     rows += [[name, *(doc.number(side.metrics[-1].get(name), ".5g") for side in sides)] for name in names]
-    rows.append(["mean ratio after", *(f"{_ratios(result, side.new_log_probs).mean():.5g}" for side in sides)])
+    rows.append(["mean ratio afterwards", *(f"{_ratios(result, side.new_log_probs).mean():.5g}" for side in sides)])
     for name, value in result.before.items():
         rows.append([f"held-out {name}", *(f"{value:.5g} → {side.probe[name]:.5g}" for side in sides)])
     return rows
@@ -457,7 +457,7 @@ def audit(audit: Audit) -> doc.Part:
     for name, reason in audit.left.items():
         why.setdefault(reason, []).append(name)
     left = [[reason, ", ".join(sorted(names))] for reason, names in sorted(why.items())]
-    unknown = f"no formula for {', '.join(sorted(audit.unaudited))}" if audit.unaudited else ""
+    unknown = f"no formula to recompute {', '.join(sorted(audit.unaudited))}" if audit.unaudited else ""
     agreed = [["columns", ", ".join(sorted(audit.columns))], ["metrics", ", ".join(sorted(audit.metrics))]]
     return (
         doc.line(doc.bold(audit.summary()), f" · {doc.counted(len(audit.steps), 'recorded step')}"),
@@ -465,7 +465,7 @@ def audit(audit: Audit) -> doc.Part:
         [unknown] if unknown else (),
         doc.Either([f"{len(audit.left)} not recomputed: .left"] if audit.left else (), ()),
         doc.Fold(f"{len(audit.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
-        doc.Fold("recomputed, and agree", doc.Table(["", ""], agreed)),
+        doc.Fold("recomputed and equal", doc.Table(["", ""], agreed)),
     )
 
 

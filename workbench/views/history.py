@@ -79,7 +79,7 @@ class History(doc.View):
         beneath = [*truth, *([trend] if trend else [])]
         text = [doc.one_line(self.prompt, 400), *beneath]
         page: list[doc.Part] = [doc.wrapped(doc.cut(self.prompt, _TEXT), style="opacity:0.6"), *beneath]
-        left = f"the last {len(shown)} of {len(drawn)}: .to_pandas() has all" if len(drawn) > len(shown) else ""
+        left = f"the last {len(shown)} of {len(drawn)} draws; .to_pandas() has all" if len(drawn) > len(shown) else ""
         note = "; ".join(filter(None, (self._said, left)))
         return doc.Either(
             [*text, *(text for line in shown for text in line.lines()), note],
@@ -98,7 +98,7 @@ class History(doc.View):
             below = doc.small(f"{line.kind}, {doc.counted(len(line.rows), 'sample')}")
             name = doc.bold(str(line.step)), doc.BREAK, below
             rows.append([name, mean, doc.stacked([_answer(reward, row) for reward, row in line.ends()]), changed])
-        header = ["step", "mean reward", "best and worst response", "the best one, changed"]
+        header = ["step", "mean reward", "best and worst response", "change of the best response"]
         return doc.Table(header, rows, most=len(rows))
 
 
@@ -292,7 +292,7 @@ def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
     parts = [f"drawn in {len(drawn)} of {doc.counted(len(recorded), 'recorded step')}"] if drawn or not held else []
     parts += [f"held out, sampled at {doc.counted(len(held), 'validation')}"] if held else []
     unknown = {row[STEP] for row in run.rows if row[STEP] > 0} - recorded
-    parts += [f"of {doc.counted(len(unknown), 'other step')} no samples are kept"] if unknown and drawn else []
+    parts += [f"no samples are kept of {doc.counted(len(unknown), 'other step')}"] if unknown and drawn else []
     return "; ".join(
-        [*parts, "draws with the same messages and truth are shown as one prompt, as each draw has another uid"]
+        [*parts, "draws of the same messages and ground truth count as one prompt, because each draw gets a new uid"]
     )

@@ -68,10 +68,10 @@ def _interval(name: str, estimate: Estimate) -> str:
 def _missing(report: JudgeReport) -> doc.Part:
     lost = {name: n for name, n in report.statuses.items() if name != "scored"}
     cut = sum(one.cut for one in report.asked)
-    parts = [f"{n} {name}" for name, n in lost.items()] + ([f"{cut} on a shortened text"] if cut else [])
+    parts = [f"{n} {name}" for name, n in lost.items()] + ([f"{cut} given on a shortened text"] if cut else [])
     first = next((one.why for one in report.asked if one.verdict is None and one.why), "")
     why = f": {doc.one_line(first, 160)}" if first else ""
-    return doc.line(f"of {len(report.asked)} verdicts {', '.join(parts)}{why}") if parts else ()
+    return doc.line(f"of {len(report.asked)} verdicts: {', '.join(parts)}{why}") if parts else ()
 
 
 def _cost(report: JudgeReport) -> doc.Part:
@@ -131,7 +131,7 @@ def principles(search: Principles) -> doc.Part:
     kept = [candidate for candidate in search.candidates if candidate.kept]
     dropped = [candidate for candidate in search.candidates if not candidate.kept]
     parts = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(search.candidates), 'candidate')}"]
-    reports = {"without principles": search.plainly, "with the kept ones": search.together}
+    reports = {"without principles": search.plainly, "with the kept principles": search.together}
     facts = list[tuple[str, doc.Part]]()
     for name, report in reports.items():
         if report:
@@ -146,7 +146,7 @@ def principles(search: Principles) -> doc.Part:
         _candidates(kept),
         doc.pairs(facts),
         doc.line(lost) if lost else (),
-        doc.Fold(f"not better than a constant, or too many ({len(dropped)})", _candidates(dropped)) if dropped else (),
+        doc.Fold(f"{len(dropped)} dropped: no gain, or too many", _candidates(dropped)) if dropped else (),
     )
 
 

@@ -103,7 +103,7 @@ def rubric(rubric: Rubric) -> doc.Part:
 
 _ROWS = 50
 _AROUND = 160
-_FILLED = "what each argument was filled from"
+_FILLED = "the column that each argument gets"
 _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
 
 
@@ -128,7 +128,7 @@ def dry_run(dry_run: DryRun) -> doc.Part:
             [f"  {name}({filled})" for name, filled in calls], doc.Fold(_FILLED, doc.pairs(calls)) if calls else ()
         ),
         doc.Either(text),
-        doc.Fold(f"other statuses than scored: why ({doc.counted(len(failures), 'reason')})", reasons) if cells else (),
+        doc.Fold(f"rows without a score: {doc.counted(len(failures), 'reason')}", reasons) if cells else (),
         doc.Either(page=doc.Fold(what, lambda: _rows(dry_run, rows[:_ROWS]), opened=True) if rows else ()),
     )
 
@@ -264,7 +264,7 @@ def _holds(check: PinCheck) -> str:
         return f"{check.reward}: no pins in {check.path}"
     if broken:
         return f"{check.reward}: {broken} of {doc.counted(total, 'pin')} {'breaks' if broken == 1 else 'break'}"
-    return f"{check.reward}: " + (f"all of {total} pins hold" if total > 1 else "the one pin holds")
+    return f"{check.reward}: " + (f"all {total} pins get their score" if total > 1 else "the pin gets its score")
 
 
 def _got(result: PinResult) -> str:

@@ -203,7 +203,7 @@ _SOURCES = (
 
 OF_ROW, _TOKENS = "of_row", ("response_mask", "advantages", LEFT_OUT)
 """Column with a left-out row's number among the step's rows; None for a row that the step no longer has."""
-_WHY = {"filter_groups": NO_SIGNAL, "resample": "not drawn when rows were resampled"}
+_WHY = {"filter_groups": NO_SIGNAL, "resample": "not chosen when rows were resampled"}
 
 
 class LeftOut(NamedTuple):
@@ -287,7 +287,7 @@ def _untrained(batch: DataProto, frame: pd.DataFrame) -> dict[int, str]:
         origin = batch.origins.get("loss_mask")
         none = (batch.batch.passing("loss_mask") == 0).all(-1).nonzero()[:, 0].tolist()
         stage = origin.stage if origin is not None else "loss_mask"
-        reasons |= dict.fromkeys(none, f"rejected: {stage} leaves no token to train on")
+        reasons |= dict.fromkeys(none, f"rejected: {stage} masks all tokens of the row")
     if "reward" in frame:
         odd = frame["reward"].isna()
         odd |= frame["status"] == Status.COUNTED.value if "status" in frame else False

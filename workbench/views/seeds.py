@@ -114,7 +114,7 @@ class Seeds(doc.View):
             mine = [str(name), f"{row['seeds']:.0f}", doc.number(row["mean"]), _range(row["low"], row["high"])]
             apart = _range(row["difference low"], row["difference high"])
             rows.append([*mine, change, apart, str(pairs) if pairs else ""])
-        header = ["", "seeds", "mean", "95 % interval", f"less {base}, by seed", "95 % interval", "pairs"]
+        header = ["", "seeds", "mean", "95 % interval", f"minus {base}, by seed", "95 % interval", "pairs"]
         title = f"{self.metric}, mean of the last {doc.counted(self.last, 'step')}"
         return (
             doc.line(doc.bold(title)),

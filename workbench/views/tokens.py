@@ -64,21 +64,21 @@ QUANTITIES: Mapping[str, Quantity] = {one.name: one for one in (
     Quantity("teacher_difference", "log-prob under the teacher minus under the sampler, nats",
              ("teacher_log_probs", "rollout_log_probs"), torch.sub, centre=0.0),
     Quantity("divergence", "divergence from the teacher, nats", ("divergence",)),
-    Quantity("ratio", "probability after the update over before", ("new_log_probs", "old_log_probs"),
+    Quantity("ratio", "probability after the update divided by that before", ("new_log_probs", "old_log_probs"),
              lambda after, before: (after - before).exp(), centre=1.0),
-    Quantity("clipped", "whether the surrogate was clipped", ("clipped",)),
-    Quantity("advantage", "how much better than expected", ("advantages",), centre=0.0),
-    Quantity("return", "sum of the rewards from the token on", ("returns",), centre=0.0),
-    Quantity("value", "the critic's value", ("values",), centre=0.0),
+    Quantity("clipped", "whether the loss clipped the token's ratio", ("clipped",)),
+    Quantity("advantage", "advantage: how much better than expected", ("advantages",), centre=0.0),
+    Quantity("return", "return: sum of the rewards from this token on", ("returns",), centre=0.0),
+    Quantity("value", "value that the critic predicts", ("values",), centre=0.0),
     Quantity("entropy", "entropy of the next-token distribution, nats", ("entropys",)),
     Quantity("reward", "reward on the token, KL penalty included", ("token_level_rewards", "token_level_scores"),
              centre=0.0),
-    Quantity("mask", "1: sampled by the model", ("response_mask",)),
+    Quantity("mask", "1: sampled by the model; 0: padding, tool or user text", ("response_mask",)),
     Quantity("loss_mask", "1: trained on; 0: rejected, or not sampled by the model", ("loss_mask",)),
-    Quantity("weight", "importance weight, trainer over sampler", ("rollout_is_weights",), centre=1.0),
+    Quantity("weight", "importance weight: probability by the trainer divided by that of the sampler", ("rollout_is_weights",), centre=1.0),
     Quantity("sampler_difference", "log-prob by the sampler minus log-prob by the trainer, nats",
              ("rollout_log_probs", "old_log_probs"), torch.sub, centre=0.0),
-    Quantity("influence", "influence on the probe", ("influence",), centre=0.0),
+    Quantity("influence", "influence of the token on the probe rows", ("influence",), centre=0.0),
 )}  # fmt: skip
 _SHOWN_ALREADY = {"responses", *(column for one in QUANTITIES.values() for column in one.columns)}
 
@@ -326,7 +326,7 @@ class Tokens(doc.View):
             heads.append(headline(label, row, f"{row.length} tokens"))
             pages.append(_row_page(row, quantity, span))
         if pairs := self.pairs():
-            lines.append(f"{sum(len(a) for same, a, _ in pairs if same)} tokens are in both")
+            lines.append(f"{sum(len(a) for same, a, _ in pairs if same)} tokens are in both responses")
             shown = [doc.small(doc.faint(ALIGNED)), _pair_page(self.rows, pairs, quantity, span)]
         else:
             shown = list(itertools.chain(*zip(heads, pages, strict=True)))
@@ -345,7 +345,7 @@ class Tokens(doc.View):
 
 Stretch: TypeAlias = tuple[bool, range, range]
 """Tokens of two responses: whether they are the same, and their indices in the first and in the second."""
-ALIGNED = "A token that both rows have is drawn once, with the first row's colour above the second's; tokens that differ are framed, those of the first row above."
+ALIGNED = "A token of both responses is shown once: its upper half has the first row's colour, its lower half the second row's. Tokens that differ are framed, the first row's on top."
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Stretch]:
@@ -477,7 +477,7 @@ def _mark(row: TokenRow, place: int) -> str:
 
 
 _MARKS = {
-    ";border-bottom:2px dotted rgba(128,128,128,.9)": "dotted: not the model's own",
+    ";border-bottom:2px dotted rgba(128,128,128,.9)": "dotted: not sampled by the model",
     ";text-decoration:line-through": "struck: rejected",
     ";border-bottom:2px solid rgba(190,70,50,.95)": "underlined: clipped",
 }

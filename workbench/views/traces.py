@@ -111,7 +111,7 @@ def _named(name: str) -> doc.Part:
 def outcome(outcome: Outcome) -> doc.Part:
     """Build the display of a stage's `Outcome`: the batch, and the stage's metrics."""
     metrics = [(name, doc.number(value)) for name, value in reduce([outcome.metrics]).items()]
-    moved = doc.small(f"{len(outcome.rows)} rows, made from the batch's rows") if outcome.rows is not None else ()
+    moved = doc.small(f"{len(outcome.rows)} rows, taken from the batch before") if outcome.rows is not None else ()
     title = f"{len(metrics)} metrics"
     lines = [title, *(f"  {name} {value}" for name, value in metrics)]
     return batch(outcome.batch), doc.Either(lines, (moved, doc.Fold(title, doc.pairs(metrics))))
@@ -129,7 +129,7 @@ def data(data: Rows | Report | Samples) -> doc.Part:
 _HEADLINES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "rollout": (("response_length/mean", "{:.4g} tokens a response"), ("response/cut_ratio", "{:.1%} cut off")),
     "filter_groups": (
-        ("filter_groups/kept", "{:g} groups kept"), ("filter_groups/dropped", "{:g} with equal rewards"), ("train/num_gen_batches", "{:g} batches"),
+        ("filter_groups/kept", "{:g} groups kept"), ("filter_groups/dropped", "{:g} groups dropped for equal rewards"), ("train/num_gen_batches", "{:g} batches"),
     ),
     "old_log_prob": (("actor/entropy", "{:.4g} nats entropy"),),
     "values": (("critic/values/mean", "{:.4g} mean value"),),
@@ -416,8 +416,8 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
     rows = list[list[doc.Part]]()
     for stage in stages:
         rows.append([doc.bold(stage.name), ", ".join(stage.reads), ", ".join(stage.writes), repr(stage)])
-    beside = ", rewards beside the rollout" if pipeline.overlap else ""
-    beside += f", {pipeline.left_out} computed in the update's pass during training" if pipeline.left_out else ""
+    beside = ", rewards computed during the rollout" if pipeline.overlap else ""
+    beside += f"; in training the update's own forward pass computes {pipeline.left_out}" if pipeline.left_out else ""
     return (
         f"Pipeline of {len(pipeline)} stages{beside}",
         doc.Either(page=doc.line(boxes)),
@@ -546,7 +546,7 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
             cells = [(above, doc.BREAK, below) for above, below in zip(cells, beneath, strict=True)]
         page.append(cells)
     header = ["wrote", "kind", "spread", "mean ± deviation, [range]"]
-    note = doc.small(f"computed from a part of {len(phase.batch):,} rows") if partial else ()
+    note = doc.small(f"computed from some of the {len(phase.batch):,} rows") if partial else ()
     return doc.Either(doc.Table([""] * 4, rows) if rows else (), (doc.Table(header, page, most=len(page)), note))
 
 
@@ -589,17 +589,17 @@ def run(run: Run) -> doc.Part:
     held = [doc.number(run.summary[key]) for key in ("reward_before", "reward_after") if key in run.summary]
     large = [("step", f"{step} of {total}"), ("training reward", moved), ("held-out reward", " → ".join(held))]
     first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), _boxes(large, _LARGE))
-    pairs = [*run.summary.pairs(), ("checkpoints", f"of {_steps(saved)}" if saved else "none")]
-    pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
+    pairs = [*run.summary.pairs(), ("checkpoints", f"after {_steps(saved)}" if saved else "none")]
+    pairs += [("exact weights", f"can be restored before steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
-        pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
+        pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: run.stopped has that step"))
     pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if state in ("stopped", "died"):  # the first that is read in the morning
         pairs.insert(0, ("train on", f"{goes_on(run.path)}, {kept_until(run.path)}"))
     if state == "died":
-        why_died = "its process ended without closing the run: killed, out of memory, or restarted"
+        why_died = "the run's process ended without closing the run: it was killed, out of memory, or restarted"
         pairs.insert(0, ("what happened", why_died))
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
@@ -646,7 +646,7 @@ def symptoms(symptoms: Symptoms) -> doc.Part:
     for one in symptoms:
         course = _bars(one.course), doc.BREAK, doc.small(doc.faint(one.metric))
         rows.append([doc.bold(one.name), str(one.since), course, one.found, one.do])
-    table = doc.Table(["symptom", "since step", "its metric", "found", "what to try"], rows)
+    table = doc.Table(["symptom", "since step", "its metric", "finding", "what to try"], rows)
     return doc.Either([f"· {one}{f'  {one.course} {one.metric}' if one.course else ''}" for one in symptoms], table)
 
 
@@ -682,8 +682,8 @@ def counterfactual(trial: Counterfactual) -> doc.Part:
     """
     moved = ", ".join(f"{role} by {share:.1%}" for role, share in trial.distance.items())
     title = (
-        f"Step {trial.step} without {len(trial.left_out)} rows, the later updates as recorded to step {trial.until}: the final "
-        f"weights differ ({moved} of the distance trained since then)"
+        f"Step {trial.step} without {len(trial.left_out)} rows, then the recorded updates up to step {trial.until}: the final "
+        f"weights differ ({moved} of the distance that training moved them since)"
     )
     names = [name for name in WORDS if any(name in pairs for pairs in trial.metrics.values())]
     rows = [[str(step), *(_was_would(pairs.get(name)) for name in names)] for step, pairs in trial.metrics.items()]

@@ -148,7 +148,7 @@ class TranscriptView(doc.View):
         title = doc.Span((f"{place} · ", doc.bold(turn.role), doc.faint(doc.small(f" · {_facts(turn, self._row)}"))))
         score = doc.chip(f"reward {turn.score:g}", turn.score) if turn.score is not None else ()
         for name, places in (
-            ("calls as written, and template" if turn.calls else "template", others),
+            ("tool calls as sampled, template tokens" if turn.calls else "template tokens", others),
             *((f"{one} · tool · {_facts(self.turns[one], self._row)}", self._all(one)) for one in answers),
         ):
             folds += [doc.Fold(f"{name}: {doc.counted(len(places), 'token')}", self._tokens(places))] if places else []
@@ -364,18 +364,18 @@ def tree(tree: EpisodeTree) -> doc.Part:
     facts = [
         f"row {tree.leaves[0].row}: {doc.counted(len(tree.leaves) - 1, 'continuation')}",
         f"from turn{'s' * (len(tree.points) > 1)} {points}",
-        *([f"{left} of {len(tree.leaves)} leaves have no score and count in no mean"] if left else []),
+        *([f"{left} of {len(tree.leaves)} leaves have no score and are left out of the means"] if left else []),
     ]
     return (
         doc.line(doc.bold(" · ".join(facts))),
         doc.Table(["turns", "recorded", "value before", "value after", "advantage"], stretches),
         doc.Fold(
-            f"the tree: {doc.counted(len(nodes), 'node')}, equal ones joined",
+            f"the tree: {doc.counted(len(nodes), 'node')}, equal nodes joined",
             lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
             opened=True,
         ),
         doc.line(
-            doc.faint("value ± standard error · credit: value − mean of the other continuations from its first turn")
+            doc.faint("value: mean reward ± standard error · credit: value − mean of the turn's other continuations")
         ),
     )
 

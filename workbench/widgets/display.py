@@ -163,7 +163,7 @@ class LiveDisplay:
     def status(self) -> str:
         """Return the progress line, with a note if the run is paused, or else what runs now for longer than a second."""
         paused, holding = self._said
-        note = ("paused" if holding else "pausing when this step has ended") if paused else progress.now()
+        note = ("paused" if holding else "pauses when this step ends") if paused else progress.now()
         return f"{self.line}  ·  {note}" if note else self.line
 
     @property
@@ -260,15 +260,15 @@ class TrainingPanel(LiveDisplay):
 
         self._over = False
         self._refreshed = time.monotonic()
-        self._pause = ipywidgets.Button(description="pause", tooltip="wait after the present step", icon="pause")
-        self._stop = ipywidgets.Button(description="stop", tooltip="end after the present step, with a checkpoint")
+        self._pause = ipywidgets.Button(description="pause", tooltip="pause after the present step", icon="pause")
+        self._stop = ipywidgets.Button(description="stop", tooltip="end after the present step, save a checkpoint")
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
         growing = Growing(self._plots)
         self._curves, self._cover = shows(growing, "widget"), shows(growing, "cover")
         if self.path is not None:  # the cell itself would be refused: there is a run in its folder
-            self._cover.again = f"go on by {goes_on(self.path)}"
+            self._cover.again = f"continue with {goes_on(self.path)}"
         buttons = ipywidgets.HBox([self._pause, self._stop])
         self._box = ipywidgets.VBox([self._cover, buttons, self._bar, self._curves])
         self._handle: Any = display(self, display_id=True)
@@ -317,7 +317,7 @@ class TrainingPanel(LiveDisplay):
         """Return the static form: progress, symptoms and the curves as a picture."""
         shown = Block(self.status(), self.share, self.notes())
         where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
-        moment = () if self._over else block(f"State at the time of saving; {where} has the present state.")
+        moment = () if self._over else block(f"The state when the notebook was saved; {where} has the present state.")
         drawn = self.picture()
         picture = Image(lambda: drawn, "curves") if drawn else ()
         form = html((shown.document(), moment, picture))

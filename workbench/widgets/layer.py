@@ -103,7 +103,7 @@ def _follow(_: Any = None) -> None:
     last = {id(face._stepped): face for face in faces}
     for face in faces:
         if face.face["stands"] != face._stands():
-            then = {**face.face, "note": f"the {face.noun} has moved on: this is its state when the cell ended"}
+            then = {**face.face, "note": f"a later cell changed the {face.noun}; this shows it as its cell left it"}
             face.face = face._face() if face is last[id(face._stepped)] else then
 
 
@@ -527,7 +527,7 @@ class Face(Layer):
         Where a cell or another widget has advanced the object meanwhile, the click only refreshes the view.
         """
         if request["kind"] != "look" and request.get("stands") != self._stands():
-            return self._face(note=f"the {self.noun} had moved: this is its state now")
+            return self._face(note=f"the {self.noun} had changed since; this view shows it as it is now")
         return self._face(self._move(request))
 
     def work(self, request: dict[str, Any]) -> str:

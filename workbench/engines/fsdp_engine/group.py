@@ -31,8 +31,8 @@ def _meet(ranks: Ranks) -> None:
         ranks.call("meet", timeout=MEETING)
     except TimeoutError as late:
         do = "NCCL_DEBUG=INFO says where it waits; NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 leave out links that may be broken"
-        what = "the ranks do not reach each other: their first sum did not end"
-        raise EngineError(what, expected=f"a sum in {MEETING:g} s", found=late, do=do) from late
+        what = "the ranks cannot communicate: their first all-reduce did not end"
+        raise EngineError(what, expected=f"an end within {MEETING:g} s", found=late, do=do) from late
 
 
 class Group:

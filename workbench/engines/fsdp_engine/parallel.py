@@ -85,7 +85,7 @@ def check_tensors(model: Any, size: int) -> None:
             raise SettingError(what, expected=f"a tp that divides {name}", found=heads)
     if loose := _loose(model, plan):
         do = "leave tp out of the mesh: dp shards any model"
-        raise EngineError(what, expected="a rule for every weight between layers that are cut", found=loose[0], do=do)
+        raise EngineError(what, expected="a tp_plan rule for every weight between split layers", found=loose[0], do=do)
     for name, style in plan.items():
         layer = model.get_submodule(name)
         width = layer.weight.shape[0 if _STYLES[style][0] is ColwiseParallel or _embeds(layer) else 1]

@@ -100,7 +100,7 @@ class Shards:
         one = torch.ones(1, device=self.device if self._gpu is None else f"cuda:{self._gpu}")
         distributed.all_reduce(one)
         if float(one) != self.size:
-            raise EngineError("the first sum over all ranks", expected=f"{self.size}", found=f"{float(one):g}")
+            raise EngineError("the first all-reduce over all ranks", expected=f"{self.size}", found=f"{float(one):g}")
 
     # --- models -----------------------------------------------------------------------------
 

@@ -166,11 +166,11 @@ class RemoteSampler(Pausing):
             what = "SGLang cannot sample with top_k=1 at a temperature other than 1"
             raise EngineError(what, do="for greedy decoding pass temperature=0")
         if s.alters and not (dialect is VLLM and (self._exact or not findings.follows_temperature)):
-            what = "repetition_penalty and min_tokens: the server does not return the log-probs before them, which a trainer needs"
+            what = "repetition_penalty and min_tokens: the server returns only log-probs after them, and training needs those before"
             do = "leave them out, or start vLLM by engines.server_command and pass weights='vllm'"
             raise EngineError(what, do=do)
         if s.filters and not findings.before_filters:
-            why = "the server does not return the log-probs before them, which a trainer needs"
+            why = "the server returns only log-probs after them, and training needs those before"
             if findings.before_filters is None:
                 why = "whether the server returns the log-probs before them could not be told: the model was too sure of the probes"
             what = f"top_p, top_k and min_p: {why}"

@@ -146,8 +146,8 @@ class ModelEngine(Rewinding):
         """Make a second engine with a copy of these weights, such as a reference that follows the policy (`mix`); of a
         sharded engine it is on the same ranks. Raises `EngineError` with LoRA, whose reference is the base model."""
         if self._adapted:
-            do = "leave out teacher_sync_steps and ref_sync_steps, which need one"
-            raise EngineError("twin of an engine", expected="a model without LoRA", found="LoRA adapters", do=do)
+            do = "leave out teacher_sync_steps and ref_sync_steps, which need a twin"
+            raise EngineError("twin (copy) of an engine", expected="a model without LoRA", found="LoRA adapters", do=do)
         twin: Self = self._twin()
         return twin
 

@@ -19,7 +19,7 @@ def _compiler(tokenizer: Any, vocabulary: int, eos: frozenset[int]) -> Any:
     try:
         import xgrammar
     except ImportError as cause:
-        raise EngineError("a response held to a JSON schema needs xgrammar", do="pip install xgrammar") from cause
+        raise EngineError("constraining a response to JSON needs xgrammar", do="pip install xgrammar") from cause
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=sorted(eos))
     return xgrammar.GrammarCompiler(info, max_threads=1)
 

@@ -167,8 +167,8 @@ def _is_coded(settings: Any, adapted: bool) -> bool:
     """Whether linear layers are to be kept in codes. Raises `SettingError` where they would have no adapters."""
     coded = settings.base_dtype in quantised.KINDS
     if coded and not adapted:
-        what = f"base_dtype={settings.base_dtype!r} of all weights"
-        do = "set lora_rank=16: adapters learn, codes do not"
+        what = f"base_dtype={settings.base_dtype!r} without LoRA"
+        do = "set lora_rank=16: adapters can be trained, quantised weights cannot"
         raise SettingError(what, expected="lora_rank ≥ 1, or a folder of adapters", found="lora_rank=0", do=do)
     return coded
 

@@ -443,7 +443,7 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
 def check_routed(settings: Any, rows: DataProto) -> None:
     """Raise `EngineError` where the setting `routing_replay` is on and the rows lack the column of routed experts."""
     if settings.routing_replay and EXPERTS not in rows:
-        what, do = "learning with routing_replay", "sample with routing_replay, too, or open the learner without it"
+        what, do = "learning with routing_replay", "sample with routing_replay, too, or set it False for the learner"
         raise EngineError(what, expected=f"rows with the column {EXPERTS!r}", found="rows without it", do=do)
 
 

@@ -158,7 +158,7 @@ class VllmLink:
             with self._lock:
                 waiting = bool(self._under_way())
             if waiting and time.monotonic() - self._heard > self._stall:
-                how = f"has said nothing for {self._stall:g} s"
+                how = f"has not answered for {self._stall:g} s"
                 return self._fail(WorkerLost(f"vLLM's process {self.pid} {how}", do=_AGAIN, exit=how, log=self.tail()))
 
     def _fail(self, error: EngineError) -> None:
@@ -411,7 +411,7 @@ class VllmEngine(Served, Pausing):
     def check_schema(self, schema: str) -> None:
         """Raise `EngineError` where this vLLM would return other log-probs than the policy's; vLLM itself reads the schema."""
         if not self._about["exact"]:
-            what = "a JSON schema: this vLLM does not return the log-probs before it, which a trainer needs"
+            what = "a JSON schema: this vLLM returns only log-probs after it, and training needs those before"
             raise EngineError(what, do="leave it out, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
 
     def _check(self, request: Request) -> None:

@@ -15,7 +15,7 @@ function render({ model, el }) {
   const text = make("textarea", { rows: 2, ariaLabel: "message", placeholder: "Say something. Enter sends, Shift+Enter begins a line.", onkeydown: keys });
   const truth = make("input", { type: "text", ariaLabel: "right answer", placeholder: "right answer", onkeydown: (event) => { if (event.key === "Enter") press("score"); } });
   const button = (label, title, kind, main) => make("button", { title, class: main ? "wb-main" : "", onclick: () => press(kind) }, label);
-  const send = button("send", "each side answers by its own conversation so far (key: Enter)", "ask", true);
+  const send = button("send", "both models answer, each in its own conversation (key: Enter)", "ask", true);
   const again = button("again", "sample other answers to the last message", "again");
   const fresh = button("new chat", "begin a new conversation; kept rows stay", "clear");
   const score = button("score it", "score the last answers with the chat's reward", "score");

@@ -331,7 +331,7 @@ function render({ model, el }) {
       onchange: () => { keys = chosen.value.split(",").map((one) => one.trim()).filter(Boolean); load(); } });
     bar.append(...runs, chosen, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
       make("button", { onclick: whole, title: "show all steps" }, "all steps"),
-      make("span", { class: "wb-count", title: "the wheel zooms with Ctrl, or over the plot that was clicked last; arrow keys, Enter, + and − work there, too" },
+      make("span", { class: "wb-count", title: "The mouse wheel zooms with Ctrl, or over the plot that was clicked last. Arrow keys, Enter, + and − act on that plot." },
         "Drag to zoom. Click a step that has a tick on the axis to see its samples."));
   }
 

@@ -11,7 +11,7 @@ function render({ model, el }) {
   const next = press("next", "run one turn", () => ({ kind: "next" }));
   const back = press("back", "go back to before the last turn", () => ({ kind: "back", turn: face.turns.length - 1 }));
   const run = press("run", "run to the end of the episode", () => ({ kind: "run" }));
-  const say = press("say", "replace this turn by the text beside; later turns are removed",
+  const say = press("say", "replace this turn by the text in the field; later turns are removed",
     () => ({ kind: "say", turn: chosen(), text: text.value }));
   const buttons = [back, next, run, say];
   const rendered = renderedSwitch(model, el, () => ask({ kind: "look", rendered: model.get("rendered") }));

@@ -1,5 +1,5 @@
 const COUNT = 50;
-const ORDERS = { surprising: "surprising: rewards that are far from the mean of the prompt's other samples come first" };
+const ORDERS = { surprising: "surprising: samples whose reward is far from the mean of the prompt's other samples come first" };
 const FIGURES = new Set(["row", "group", "step", "advantage", "of_row", "sampler_logprob_diff"]);
 
 // A value on a scale that begins at 0 or below: a bar from 0, in the colour of its side.
@@ -63,7 +63,7 @@ function render({ model, el }) {
   const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", ariaLabel: "least reward", oninput: soon });
   const high = make("input", { type: "number", step: "any", placeholder: "≤", ariaLabel: "greatest reward", oninput: soon });
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
-  const toPandas = make("button", { title: "copy the line that makes a DataFrame of what is shown now", onclick: copyCode }, "to pandas");
+  const toPandas = make("button", { title: "copy the line of code that makes a DataFrame of the rows shown now", onclick: copyCode }, "to pandas");
   const line = make("code", { class: "wb-code", role: "status" });
   const strip = make("select", { ariaLabel: "colour of the token strips", title: "the quantity that colours the token strips",
     onchange: () => { query.strip = strip.value; load(); } },
@@ -107,7 +107,7 @@ function render({ model, el }) {
       choose(boxes.filter((box) => box.checked).map((box) => box.value));
     } }));
     const mark = () => { boxes.forEach((box) => { box.checked = columns.includes(box.value); }); };
-    return make("details", { class: "wb-columns", ontoggle: mark }, make("summary", { title: "which columns are shown" }, "columns"),
+    return make("details", { class: "wb-columns", ontoggle: mark }, make("summary", { title: "choose the columns of the table" }, "columns"),
       make("div", {}, boxes.map((box) => make("label", {}, box, box.value)),
         make("button", { onclick: () => choose([]).then(mark) }, "the usual ones")));
   }
