@@ -32,7 +32,7 @@ CUT = "...(truncated)..."
 
 
 def truncate(text: str, limit: int, side: str) -> tuple[str, str]:
-    """Cut a text to `limit` characters and a mark: (the text, a note on what was cut, "" where nothing was).
+    """Cut a text to `limit` characters and a mark; returns (the text, a note on what was cut, "" where nothing was).
 
     `side` is the side that is cut off, as in verl since 0.8: `left` keeps the end, `right` keeps the beginning,
     `middle` keeps both ends. (Up to 0.7 verl's `left` kept the beginning.)
@@ -128,8 +128,8 @@ class Toolbox:
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
     def seen(self, images: Sequence[Any]) -> tuple[tuple[Picture, ...], str]:
-        """Read the images in a tool's answer: (the pictures that the model is shown, a note on the images that the
-        model cannot see, and why, or "").
+        """Read the images in a tool's answer; returns (the pictures that the model is shown, a note on the images that
+        the model cannot see, and why, or "").
         """
         if images and not self.shows_pictures:
             return (), f"{len(images)} image{'s' * (len(images) > 1)} that this model cannot see"

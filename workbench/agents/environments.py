@@ -79,8 +79,9 @@ class GymInteraction(BaseInteraction):
         return self._instances[instance_id]["opening"]
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
-        """Step the environment by the action in the last assistant message: (whether it is over, observation, reward,
-        extra)."""
+        """Step the environment by the action in the last assistant message; returns (whether it is over, observation,
+        reward, extra).
+        """
         state = self._instances[instance_id]
         env = state["env"]
         if state["over"]:

@@ -61,8 +61,9 @@ class KimiParser(TaggedJson):
     SECTION = re.compile(r"<\|tool_calls_section_end\|>")
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text, if it has a section of calls: (the text without the section, the
-        calls)."""
+        """Find the tool calls in a model's text, if it has a section of calls; returns (the text without the section,
+        the calls).
+        """
         return super().extract_tool_calls(text, tools) if "<|tool_calls_section_begin|>" in text else (text, [])
 
 
@@ -143,7 +144,7 @@ class LlamaParser(TaggedJson):
     _END = re.compile(r"\s*(?:<\|e(?:om|ot)_id\|>\s*)?(?:;|\Z)")
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text: (the text without them, the calls)."""
+        """Find the tool calls in a model's text; returns (the text without them, the calls)."""
         alone = self._whole(behind_reasoning(text))
         return ("", alone) if alone else super().extract_tool_calls(text, tools)
 

@@ -77,7 +77,7 @@ class Gsm8kInteraction(BaseInteraction):
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
-        """Score the last assistant message: (stop, praise or a request to try again, score, {})."""
+        """Score the last assistant message; returns (stop, praise or a request to try again, score, {})."""
         self._instances[instance_id]["response"] = last_message(messages)
         score = await self.calculate_score(instance_id)
         return (True, self.RIGHT, score, {}) if score == 1.0 else (False, self.WRONG, score, {})
@@ -115,7 +115,7 @@ class RemoteInteraction(BaseInteraction):
         return str(name or instance_id)
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
-        """Let the actor reply to `messages`: (stop, text, score, extra)."""
+        """Let the actor reply to `messages`; returns (stop, text, score, extra)."""
         return await maybe_awaited(self.actor.generate_response.remote(instance_id, messages, **kwargs))
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:

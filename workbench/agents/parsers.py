@@ -190,7 +190,7 @@ class FindsCalls:
     """Whether the text was cut off at the token limit: broken JSON is then not repaired."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text: (the text without them, the calls in order).
+        """Find the tool calls in a model's text; returns (the text without them, the calls in order).
 
         No call is read from reasoning (`REASONING`): from its opening tag to its closing tag, or to the end of the text
         where it is not closed; and from the beginning of the text to a closing tag that nothing opened. A tag inside a
@@ -250,8 +250,9 @@ class TaggedJson(FindsCalls):
             cls._TAG = re.compile(rf"({cls.OPEN.pattern})|{cls.CLOSE.pattern}", re.S)
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text: (the text without them and without the tags of their section, the
-        calls)."""
+        """Find the tool calls in a model's text; returns (the text without them and without the tags of their section,
+        the calls).
+        """
         content, calls = super().extract_tool_calls(text, tools)
         return self.SECTION.sub("", content) if calls and self.SECTION else content, calls
 

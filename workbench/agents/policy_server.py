@@ -132,8 +132,8 @@ class Recording:
     _texts: dict[str, str] = field(default_factory=dict)
 
     def before(self, messages: Sequence[Message], first: str = "") -> tuple[AnswerNode | None, int, str]:
-        """Find the answer that a request continues: (that answer or None, how many of the messages it ends, the hash of
-        all messages).
+        """Find the answer that a request continues; returns (that answer or None, how many of the messages it ends, the
+        hash of all messages).
 
         The messages after an answer must come from others: an assistant's message that was not sampled here begins a
         new sequence.
@@ -266,9 +266,10 @@ class PolicyTokens:
         return {"role": "assistant", "content": written}
 
     def opening(self, request: ChatRequest, tokens: TurnTokens) -> str:
-        """Return the text with which an answer begins that `tool_choice` forces to call, up to the tool's name or, where one
-        is named, its arguments, or that `response_format` holds to JSON: the model goes on behind it. Raises `Refusal` for
-        a parser whose form of a call is not known."""
+        """Return the text that an answer has to begin with, after which the model goes on: the start of a tool call
+        that `tool_choice` forces (up to the tool's name, or its arguments where a tool is named), or the start for a
+        `response_format`; else "". Raises `Refusal` where the parser's form of a call is not known.
+        """
         if not request.force:
             return REASONING.get(tokens.reasoning, "") if request.response_format is not None else ""
         begun, _, after = getattr(self._parser, "call_form", "").partition("NAME")
@@ -281,7 +282,7 @@ class PolicyTokens:
         return REASONING.get(tokens.reasoning, "") + begun.rstrip('" ')
 
     def check(self, request: ChatRequest) -> None:
-        """Raise `Refusal` for a `response_format` that the sampler cannot hold an answer to."""
+        """Raise `Refusal` for a `response_format` that the sampler cannot constrain an answer to."""
         if request.response_format is None:
             return
         if request.tools and request.calls:
@@ -299,7 +300,9 @@ class PolicyTokens:
     def message(
         self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int, opening: str = ""
     ) -> tuple[dict[str, Any], str]:
-        """Convert a sampled answer to a chat message: (the message, the text as the model wrote it, behind `opening`)."""
+        """Convert a sampled answer to a chat message; returns (the message, the text as the model wrote it, behind
+        `opening`).
+        """
         ids = list(sample.ids)
         written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
         # special tokens are kept until all is found, because some models write calls and reasoning with them
@@ -360,8 +363,9 @@ def _without_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
-    """Split a model's text: (the reasoning at its beginning, the rest); `opened` is the tag with which the prompt began
-    the reasoning."""
+    """Split a model's text; returns (the reasoning at its beginning, the rest); `opened` is the tag with which the
+    prompt began the reasoning.
+    """
     start = (opened + text).lstrip()
     for tag, end in REASONING.items():
         if start.startswith(tag):
@@ -670,7 +674,7 @@ class Endpoint:
             session.close()
 
     def answer(self, asked: HttpRequest) -> tuple[int, Any]:
-        """Answer an HTTP request, in its connection's thread: (HTTP status, body)."""
+        """Answer an HTTP request, in its connection's thread; returns (HTTP status, body)."""
         try:
             path = asked.path.partition("?")[0].rstrip("/")
             bearer = (asked.headers.get("Authorization") or "").removeprefix("Bearer ").strip()

@@ -283,12 +283,14 @@ class Tool(Protocol):
         """Return the tool's schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make the tool's state for one episode: (its id, by which the other methods find it, a response)."""
+        """Make the tool's state for one episode; returns (its id, by which the other methods find it, a response)."""
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Run one call with the model's arguments, `parameters`: (response, the call's reward or None, metrics)."""
+        """Run one call with the model's arguments, `parameters`; returns (response, the call's reward or None,
+        metrics).
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define `async def execute`")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -303,8 +305,8 @@ class ToolParser(Protocol):
     """Finds tool calls in the model's text."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls: (the text without the calls, the calls); broken JSON is repaired, or kept as arguments
-        that do not parse.
+        """Find the tool calls; returns (the text without the calls, the calls); broken JSON is repaired, or kept as
+        arguments that do not parse.
 
         An agent passes the text without the model's reasoning. The text may have been cut short: a call that is not
         closed does not count.
@@ -323,7 +325,9 @@ class Interaction(Protocol):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Reply to the messages: (whether to stop, the next message, score of the last assistant turn, further values)."""
+        """Reply to the messages; returns (whether to stop, the next message, score of the last assistant turn, further
+        values).
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define `async def generate_response`")
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:

@@ -20,7 +20,7 @@ _NAMES = ("reasoning_content", "content")
 
 
 class Live:
-    """Answers under way, whose pieces are read in another thread than the one that samples."""
+    """Answers that are being sampled; another thread than the one that samples reads their pieces of text."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
@@ -28,11 +28,11 @@ class Live:
         self._settled: Settled = lambda ids: ("", "")
 
     def begin(self, id: str, settled: Settled) -> None:
-        """Note the reply's id, and what makes text of its tokens, before the first token."""
+        """Store the reply's id and the function that turns its tokens into text, before the first token."""
         self._id, self._settled = id, settled
 
     def listener(self, number: int) -> Callable[[int], None]:
-        """Return what takes the tokens of answer `number`, one by one (`Request.listen`)."""
+        """Return the function that receives the tokens of answer `number` one by one (`Request.listen`)."""
         return lambda token: self._queue.put((number, token))
 
     def pieces(self, work: Any) -> Iterator[TextPiece | Reply]:
@@ -84,6 +84,8 @@ def held_back(text: str, marks: Collection[str]) -> str:
 
 
 def before_calls(text: str, form: str) -> str:
-    """Return the beginning of a content that no call can follow in, for a parser with this `call_form` (""; unknown)."""
+    """Return the part of a text before its first tool call, for a parser with this `call_form`; "" where the form is
+    not known.
+    """
     call = _CALL.search(text)
     return "" if not form or text[:1].isspace() else text[: call.start() if call else None].rstrip()

@@ -123,8 +123,9 @@ class TurnTokens:
     def pictured_prompt(
         self, messages: Sequence[Message], pictures: Sequence[Picture]
     ) -> tuple[tuple[int, ...], Seen | None]:
-        """Encode a chat whose parts `{"type": "image"}` stand for `pictures`: (token ids, the model's inputs of the
-        pictures, None without any)."""
+        """Encode a chat whose parts `{"type": "image"}` stand for `pictures`; returns (token ids, the model's inputs of
+        the pictures, None without any).
+        """
         if not pictures:
             return self.prompt(messages), None
         ids, pixels = encode_pictures(self._processor, self._chat(messages), pictures, "a prompt", **self._switches)
@@ -133,8 +134,9 @@ class TurnTokens:
     def pictured_delta(
         self, messages: Sequence[Message], wrote: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[tuple[int, ...], Seen | None]:
-        """Encode later messages, like `delta`, whose parts `{"type": "image"}` stand for `pictures`: (token ids, the
-        model's inputs of the pictures, None without any)."""
+        """Encode later messages, like `delta`, whose parts `{"type": "image"}` stand for `pictures`; returns (token
+        ids, the model's inputs of the pictures, None without any).
+        """
         if not pictures:
             return self.delta(messages, wrote), None
         images = [one.image(f"image {number} of a tool's answer") for number, one in enumerate(pictures)]

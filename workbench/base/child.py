@@ -51,7 +51,7 @@ class TooLong(ConnectionError):
 
 
 class Stuck(TimeoutError):
-    """A child process did not answer although it was given time for as long as it used the processor."""
+    """A child process did not answer, although the caller waited for as long as the child used the processor."""
 
 
 class Line:

@@ -27,7 +27,7 @@ Show = Callable[[str, float, bool], None]
 
 
 class Work:
-    """Work that runs: its name, since when, and how much of it is done."""
+    """A piece of work that is running: its name, when it began, and how much of it is done."""
 
     def __init__(self, name: str, total: int = 0, unit: str = "rows") -> None:
         self.name, self.total, self.unit = name, total, unit
@@ -47,19 +47,19 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the work began."""
         return time.time() - self.began
 
     @property
     def share(self) -> float:
-        """Share that is done, 0 to 1; 0 where that is not known."""
+        """Share of the work that is done, 0 to 1; 0 where the total is not known."""
         if self.most:
             return min(self.tokens / self.most, 1.0)
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
     @property
     def left(self) -> float:
-        """Seconds that it still takes, by the speed so far; 0 where that is not known."""
+        """Estimated seconds until the work is done, by the speed so far; 0 where the total is not known."""
         if self.most and self.tokens:
             return self.seconds * (self.most / self.tokens - 1)
         if not self.done or self.unit == "phases":  # which are too different
@@ -68,7 +68,9 @@ class Work:
 
     @property
     def line(self) -> str:
-        """What runs, how far it is, since when, and about how long it still takes; or its result."""
+        """The state of the work in one line: its name, how much is done, seconds so far and about how many are left; or
+        its result.
+        """
         if self.result:
             return f"{self.result} · {clock(self.seconds)}"
         chain = [self]
@@ -88,16 +90,18 @@ class Work:
         return [self.name, *([f"{whole} {self.unit}"] if self.total > 1 else [])]
 
     def expect(self, units: int) -> None:
-        """Note that so many further units will be worked on."""
+        """Raise the work's total so that this many further units are expected."""
         self.total = max(self.total, self.done + units)
 
     def passed(self, units: int) -> None:
-        """Count units that are done."""
+        """Count this many units as done."""
         self.done, self._passed = self.done + units, self.seconds
 
     @contextmanager
     def rows(self, number: int) -> Iterator[Callable[[int], None]]:
-        """Context manager around work on so many rows: yields what counts those that are done. Rows of rows are not counted."""
+        """Context manager around work on `number` rows: yields a function that counts rows as done. Inside another
+        `rows` it counts nothing.
+        """
         if self._counted:
             yield lambda rows: None
             return
@@ -109,7 +113,7 @@ class Work:
             self._counted = False
 
     def add_tokens(self, tokens: int) -> None:
-        """Count tokens that are done, of the work around it, too."""
+        """Count tokens as done, also in the work that encloses this work."""
         one: Work | None = self
         while one is not None:
             one.tokens += tokens
@@ -128,18 +132,22 @@ _running: list[Work] = []
 
 
 def present() -> Work:
-    """Return the work of the calling context; outside of any, one that nobody sees."""
+    """Return the innermost work of the calling context; where there is none, a new one that is never displayed."""
     return _present.get() or Work("")
 
 
 def now() -> str:
-    """Return the lines of all work that runs in this process for longer than a second; "" where there is none."""
+    """Return the lines of all work of this process that has been running for more than a second; "" where there is
+    none.
+    """
     return " · ".join(one.line for one in list(_running) if one.seconds >= AFTER)
 
 
 @contextmanager
 def working(name: str, total: int = 0, unit: str = "rows") -> Iterator[Work]:
-    """Context manager around work, of `total` units where that is known; it is shown where it takes longer than a second."""
+    """Context manager around work of `total` units (0: unknown); the work is displayed once it takes more than a
+    second.
+    """
     work = Work(name, total, unit)
     before = _present.set(work)
     beside = _running if work.outer is None else work.outer.parts
@@ -177,7 +185,9 @@ def _shown(work: Work, over: threading.Event) -> None:
 
 
 def on_stderr() -> Show:
-    """Open the line on standard error: one that changes in a terminal; in a log seldom a new one."""
+    """Open a progress line on standard error: it changes in place in a terminal; elsewhere a new line is written now
+    and then.
+    """
     if not sys.stderr.isatty():
         return seldom(lambda line: sys.stderr.write(f"{line}\n"))
 
@@ -190,7 +200,9 @@ def on_stderr() -> Show:
 
 
 def seldom(write: Callable[[str], object]) -> Show:
-    """Open lines of a log: work writes one after `QUIET` seconds, further ones ever later, and its end after these."""
+    """Open progress lines for a log: the first after `QUIET` seconds of work, further ones at growing intervals, then
+    one at the end.
+    """
     began, due, last = time.monotonic() - AFTER, QUIET, ""
 
     def show(line: str, share: float, over: bool) -> None:
@@ -215,7 +227,7 @@ _opener: ContextVar[Callable[[], Show]] = ContextVar("workbench line", default=_
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Context manager: work that begins inside it is shown by `show`."""
+    """Context manager: work that begins inside it is displayed by the function `show`."""
     before = _opener.set(lambda: show)
     try:
         yield
@@ -224,4 +236,4 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def hidden(line: str, share: float, over: bool) -> None:
-    """Show nothing: for `shown_by` around work that has a display of its own."""
+    """Display nothing: an argument of `shown_by` for work that has another display."""

@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive(*parts: object) -> int:
-    """A 63-bit seed from the parts of a name, such as (run seed, purpose, step, uid, sample, turn, attempt).
+    """Derive a 63-bit seed from the parts of a name, such as (run seed, purpose, step, uid, sample, turn, attempt).
 
     Any row can be generated again alone, and the number or order of workers cannot change a token.
 

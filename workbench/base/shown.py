@@ -44,7 +44,7 @@ def register(faces: Mapping[str, Mapping[str, str]], **doors: str) -> None:
 
 
 def door(name: str) -> Any:
-    """Return a function that is registered as one of the doors."""
+    """Return the function registered by `register` under this keyword: `text`, `html`, `display` or `cell`."""
     return resolve_name(_DOORS[name])
 
 

@@ -460,8 +460,8 @@ def _table(records: Sequence[DumpRecord]) -> dict[str, list[Any]]:
 
 
 def read_records(source: Any, step: int | None = None) -> tuple[list[DumpRecord], list[str]]:
-    """Read a path, a pattern, a folder, a DataFrame or a list: (its records, the places of last lines that were cut
-    off).
+    """Read a path, a pattern, a folder, a DataFrame or a list; returns (its records, the places of last lines that were
+    cut off).
 
     With `step`, files whose names have another step are left out. Raises `DataError` for what is not a record.
     """

@@ -191,7 +191,7 @@ def text_of(content: Any) -> Any:
 
 
 def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tuple[Any, list[Picture]]:
-    """Put a part `{"type": "image"}` at each picture's place: (the chat, the pictures in that order).
+    """Put a part `{"type": "image"}` at each picture's place; returns (the chat, the pictures in that order).
 
     `beside` are the pictures of the row's columns; they stand where texts have `<image>`, or where a part has no
     picture itself. Raises `DataError`, naming `place`, where there are more or fewer places than pictures, and as

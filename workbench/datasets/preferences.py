@@ -112,8 +112,9 @@ class Samples(Shown, Sequence[Sample]):
         return self._like([one for one in self if keep(one)])
 
     def split(self, test: float = 0.1, seed: int = 0) -> tuple[Samples, Samples]:
-        """Split by question: (train, held out). The share `test` of the questions, chosen by the seed, is held out with
-        all its samples."""
+        """Split by question; returns (train, held out). The share `test` of the questions, chosen by the seed, is held
+        out with all its samples.
+        """
         require(0 < test < 1, "test", expected="a share in (0, 1)", found=test)
         order = sorted({sample.key for sample in self}, key=lambda key: derive(seed, "held out", key))
         held = set(order[: math.ceil(test * len(order))])

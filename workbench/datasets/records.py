@@ -73,8 +73,8 @@ class Reading:
     """The first argument of `wb.rows` as code, for the call that an error message proposes."""
 
     def read(self, records: Any, source: str = "") -> tuple[list[dict[str, Any]], str]:
-        """Read each record as a row: (the rows, a description of which columns became what). `records` is an iterable
-        of dicts, or a table.
+        """Read each record as a row; returns (the rows, a description of which columns became what). `records` is an
+        iterable of dicts, or a table.
 
         Raises `DataError`, naming `source` and the row, where a record is not a row; and where no column is known as a
         prompt, with the columns that there are and the line that names them.

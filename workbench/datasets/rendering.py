@@ -118,7 +118,7 @@ def _with_arguments(turn: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
 
 
 def of_the_clock(tokenizer: Any, chat: Any, **switches: Any) -> str:
-    """What to say where the prompt of a chat holds the time at which it is rendered; "" where it does not."""
+    """Return a remark for a prompt that contains the time at which it is rendered; "" for any other prompt."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if "strftime_now" not in template or isinstance(chat, str):
         return ""
@@ -132,8 +132,9 @@ def of_the_clock(tokenizer: Any, chat: Any, **switches: Any) -> str:
 
 
 def prompt_remarks(tokenizer: Any, chats: Sequence[Any], **switches: Any) -> str:
-    """What to say of prompts before they are encoded: the template reads the clock, texts are in the template's form
-    already, or the tokenizer adds tokens to a bare text that is whole; "" where there is nothing."""
+    """Return remarks on prompts before they are encoded: the template reads the clock, texts already have the
+    template's form, or the tokenizer adds tokens to a complete text; "" where there is none.
+    """
     talks, texts = [one for one in chats if not isinstance(one, str)], [one for one in chats if isinstance(one, str)]
     notes = [of_the_clock(tokenizer, talks[0], **switches), _rendered(tokenizer, talks, switches)] if talks else []
     return "; ".join(filter(None, [*notes, _added_tokens(tokenizer, texts[0]) if texts else ""]))
@@ -280,7 +281,7 @@ def _overhead_tokens(tokenizer: Any, roles: Sequence[str], switches: Mapping[str
 def encode_rows(
     reader: Any, chats: Sequence[Any], seen: Mapping[int, Sequence[Picture]], **switches: Any
 ) -> tuple[list[list[int]], dict[int, Mapping[str, Any]]]:
-    """Encode chats, some with pictures: (token ids of each chat, place of a chat → the model's inputs for its
+    """Encode chats, some with pictures; returns (token ids of each chat, place of a chat → the model's inputs for its
     pictures).
 
     `reader` is a tokenizer, or, where a chat has pictures in `seen`, the processor that it belongs to.
@@ -310,7 +311,7 @@ def tokenizer_of(reader: Any) -> Any:
 def encode_pictures(
     processor: Any, chat: Sequence[dict[str, Any]], seen: Sequence[Picture], place: str, **switches: Any
 ) -> tuple[list[int], dict[str, Any]]:
-    """Encode a chat with pictures by the model's processor: (token ids, the model's inputs for the pictures as
+    """Encode a chat with pictures by the model's processor; returns (token ids, the model's inputs for the pictures as
     tensors).
 
     Each part `{"type": "image"}` becomes as many tokens as its picture takes. Raises `DataError`, naming `place`, where

@@ -97,11 +97,11 @@ class Paired(can.SampleMany, can.Closing, Generates):
 
     @property
     def streams(self) -> bool:
-        """Whether the sampler tells of tokens as they are sampled (`Request.listen`)."""
+        """Whether the sampler can report tokens while they are sampled (`Request.listen`)."""
         return isinstance(self.sampler, can.Streams) and self.sampler.streams
 
     def check_schema(self, schema: str) -> None:
-        """Raise `EngineError` or `SettingError` where the sampler cannot hold responses to this JSON schema."""
+        """Raise `EngineError` or `SettingError` where the sampler cannot constrain responses to this JSON schema."""
         if not isinstance(self.sampler, can.Constrains):
             what = f"{type(self.sampler).__name__} cannot constrain responses to a JSON schema"
             raise EngineError(what, do="leave it out, or sample with engines.local or engines.vllm")

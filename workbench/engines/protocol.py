@@ -650,15 +650,15 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Constrains(Protocol):
-    """Protocol of samplers that can hold a response to a JSON schema (`Request.schema`)."""
+    """Protocol of samplers that can constrain a response to a JSON schema (`Request.schema`)."""
 
     def check_schema(self, schema: str) -> None:
-        """Raise `SettingError` or `EngineError` where responses cannot be held to this schema, a JSON text."""
+        """Raise `SettingError` or `EngineError` where responses cannot be constrained to this schema, a JSON text."""
 
 
 @runtime_checkable
 class Streams(Protocol):
-    """Protocol of samplers that may tell of tokens as they are sampled (`Request.listen`)."""
+    """Protocol of samplers that can report tokens while they are sampled (`Request.listen`)."""
 
     streams: bool
     """Whether it does."""

@@ -114,8 +114,9 @@ class LocalSettings(Settings):
         return {name: one for name, one in self.to_dict().items() if name not in newer or one != newer[name]}
 
     def precision(self, device: str) -> str:
-        """What forward passes on a kind of device (`cpu`, `cuda`) run in: `float32`, `bfloat16` or `float16`, as `dtype` and
-        `base_dtype` say, and with `auto` on a GPU as its compute capability allows."""
+        """The dtype of forward passes on a kind of device (`cpu`, `cuda`): `float32`, `bfloat16` or `float16`, from
+        `dtype` and `base_dtype`; with `auto` on a GPU, what its compute capability supports.
+        """
         asked = next((one for one in (self.dtype, self.base_dtype) if one in _HALVES), "float32")
         if self.dtype != "auto" or asked != "float32" or device != "cuda":
             return asked

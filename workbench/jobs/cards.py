@@ -48,8 +48,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def largest(memory: int) -> str:
-    """Say the largest size of `SIZES` that a GPU of `memory` bytes trains by each of `WAYS` and samples by the same engine;
-    none where none fits."""
+    """Name the largest model size of `SIZES` that a GPU of `memory` bytes can train in each of `WAYS` while the same
+    engine samples; nothing where none fits.
+    """
     found = {
         way: next((size for size in reversed(SIZES) if trains(size, memory, settings)), "none")
         for way, settings in WAYS.items()
@@ -58,14 +59,18 @@ def largest(memory: int) -> str:
 
 
 def trains(size: str, memory: int, settings: Mapping[str, Any]) -> bool:
-    """Whether a GPU of `memory` bytes trains a size of `SIZES`, by the estimate, with layers recomputed."""
+    """Whether a GPU of `memory` bytes can train a model size of `SIZES`, by the memory estimate with gradient
+    checkpointing.
+    """
     asked: dict[str, Any] = {"tokens": TOKENS, "gpus": 1, "memory": memory, "sampler": None, "reference": False}
     asked |= {"dtype": "bfloat16", "gradient_checkpointing": True, **settings}
     return bool(fits(SIZES[size], learner="local", **asked))
 
 
 def facts(card: Any) -> Iterator[str]:
-    """Yield the half precision of a GPU (of `torch.cuda.get_device_properties`), and what newer ones have and it has not."""
+    """Yield the half precision of a GPU (of `torch.cuda.get_device_properties`), then each feature of newer GPUs that
+    it lacks.
+    """
     yield half_of((card.major, card.minor))
     if card.major < 8:
         yield "no bfloat16"
@@ -76,7 +81,9 @@ def facts(card: Any) -> Iterator[str]:
 
 
 def models() -> CheckResult:
-    """Say for each GPU what it has not, the largest models that fit by the estimate of `cluster.fits`, and what no GPU has run."""
+    """Describe each GPU: the features that it lacks, the largest models that fit by the estimate of `cluster.fits`, and
+    what no GPU has run yet.
+    """
     if not torch.cuda.is_available():
         asks = "`wb.cluster.fits(model, tokens=…, gpus=1, memory=…)` asks for one that is not here"
         return CheckResult(SKIPPED, f"no GPU: {asks}")

@@ -265,8 +265,8 @@ def disk() -> CheckResult:
 
 
 def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
-    """Measure a folder's disk: (bytes per second of writing and syncing a file of `size` bytes, seconds to sync a small
-    change).
+    """Measure a folder's disk; returns (bytes per second of writing and syncing a file of `size` bytes, seconds to sync
+    a small change).
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="workbench-doctor-") as file:
 

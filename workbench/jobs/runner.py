@@ -165,8 +165,8 @@ def _set_aside(target: Path) -> None:
 
 
 def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
-    """Read the job that wrote a run folder, to resume it: (notebook, parameters, a note if the notebook has changed,
-    else "").
+    """Read the job that wrote a run folder, to resume it; returns (notebook, parameters, a note if the notebook has
+    changed, else "").
 
     The parameters include `resume="auto"` and `run`. Raises `RunError` where no job wrote the folder, or its notebook
     is gone.

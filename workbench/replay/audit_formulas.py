@@ -52,7 +52,7 @@ Claims = Iterator[Claim | Left]
 
 
 def left(names: Iterable[str], why: str, role: str = "") -> Claims:
-    """Leave several names for one reason; with a `role` they are its metrics."""
+    """Yield a `Left` with the same reason for each of the names; with a `role` they are names of that role's metrics."""
     yield from (Left(f"{role}/{name}" if role else name, why) for name in names)
 
 

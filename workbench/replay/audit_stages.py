@@ -429,7 +429,7 @@ def resample(v: AuditView) -> Claims:
 
 
 def best_and_worst(v: AuditView) -> Claims:
-    """Recompute which pairs of samples say something, and their mean margin of rewards."""
+    """Recompute which pairs of samples have different rewards, and the mean margin of their rewards."""
     b, rewards, scored = v.after, v.after["reward"], v.after["scored"]
     gaps = [x - y for x, y in zip(rewards[::2], rewards[1::2], strict=True)]
     known = [gap > 0 and x and y for gap, x, y in zip(gaps, scored[::2], scored[1::2], strict=True)]
@@ -451,7 +451,7 @@ def keep_best(v: AuditView) -> Claims:
 
 
 def kto_kl(v: AuditView) -> Claims:
-    """Check that KTO's KL is one number of all rows, at least 0, and the metric."""
+    """Check that KTO's KL is the same number in all rows and at least 0, and check its metric."""
     found = v.after["kto_kl"]
     yield Claim("kto_kl", [max(found[0], 0.0)] * len(found), "one number, at least 0")
     yield Claim("kl", found[0], "the column's number")

@@ -44,7 +44,9 @@ _PASSED_ON = ("max_length", "path", "processor", "template_switches")
 
 
 class Heard:
-    """A sampler whose responses are passed on as text while they are sampled, where it streams: with what tools answered between."""
+    """Wraps a sampler: if it can stream, the text of its responses and what tools answered is passed on while it is
+    sampled.
+    """
 
     def __init__(self, sampler: Sampler, on_text: Callable[[str], None]) -> None:
         self._sampler, self._on_text = sampler, on_text
@@ -94,7 +96,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """Tokens, how it ended, and the score, as a line."""
+        """The answer's number of tokens, how it ended, and its score, in one line."""
         if self.batch is None:
             return "stopped"
         end = str(self.batch["finish_reason"][-1])
@@ -107,7 +109,7 @@ class Answer:
 
 @dataclass
 class Exchange:
-    """One message of the person, and the answer of each side."""
+    """One message of the user in a chat, and each model's answer to it."""
 
     text: str
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -116,7 +118,8 @@ class Exchange:
 
 
 class Chat(Shown, Closing):
-    """A conversation with one or two models; `chat` makes it. A live notebook shows it with a field to write in.
+    """A chat with one model, or with two models side by side, made by `chat`. A live notebook shows it with a text
+    field.
 
     A context manager: `close` at its end.
     """
@@ -152,7 +155,7 @@ class Chat(Shown, Closing):
     # --- talk -----------------------------------------------------------------------------------
 
     def ask(self, text: str, *, on_text: OnText = lambda side, text: None, **sampling: Any) -> Chat:
-        """Say something; each side answers by its own conversation so far, one after the other. Returns the chat.
+        """Send a message; each model answers in its own conversation, one after the other. Returns the chat.
 
         `on_text(side, text)` is called with an answer's text while it is sampled. `sampling` are `SamplingSettings` from now on.
         An interrupt keeps what was written until then as the answer, and is raised.
@@ -172,7 +175,7 @@ class Chat(Shown, Closing):
         return self
 
     def again(self, **how: Any) -> Chat:
-        """Ask the last message once more, with other draws; its answers are replaced."""
+        """Sample new answers to the last message, in place of the old ones."""
         text = self.last.text
         self.turns.pop()
         return self.ask(text, **how)
@@ -190,7 +193,7 @@ class Chat(Shown, Closing):
         return self.turns[-1]
 
     def history(self, side: str) -> list[dict[str, Any]]:
-        """Return a side's conversation so far as chat messages."""
+        """Return one model's conversation so far as chat messages."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             if (answer := turn.answers.get(side)) is not None:  # none where another side was stopped first
@@ -239,7 +242,8 @@ class Chat(Shown, Closing):
         return self
 
     def keep(self, side: str | None = None) -> dict[str, Any]:
-        """Keep the last message with a side's answer (None: the best scored one, else the first) as a row of `kept`; returns it.
+        """Save the last message with a model's answer (None: the answer with the best score, else the first) as a row
+        of `kept`, and return the row.
 
         Its truth is the one that `score` got, else the answer itself, which `recipes.sft` learns then;
         `recipes.sft(…, target="extra_info.answer")` always learns the answer.
@@ -274,7 +278,8 @@ def chat(
     seed: int = 0,
     **sampling: Any,
 ) -> Chat:
-    """Talk to a model, beside what it was before training: `wb.chat(run)`, `wb.chat(engine)`, `wb.chat("runs/mine")`.
+    """Open a chat with a model and, beside it, the same model before training: `wb.chat(run)`, `wb.chat(engine)`,
+    `wb.chat("runs/mine")`.
 
     A run's newest checkpoint (or that of `step`) answers, with the run's sampling settings, system message, reward and agent;
     beside it the model that the run began with. An engine that was trained answers beside the weights of its files. With LoRA

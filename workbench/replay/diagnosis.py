@@ -180,7 +180,7 @@ class Finding:
 
 
 def killed(seen: Evidence) -> Iterator[Finding]:
-    """Find a run whose process ended without a word."""
+    """Find a run whose process ended without writing an error or a summary."""
     if seen.died:
         last = step_of(seen.rows[-1]) if seen.rows else 0
         numbers = f"{last} of {(seen.settings.get('train') or {}).get('steps', '?')} steps, no summary, and no process writes it"
@@ -255,7 +255,9 @@ def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
 
 
 def little_learning_rate(seen: Evidence) -> Iterator[Finding]:
-    """All steps together cannot move a weight: the optimizer moves each by about the learning rate a step."""
+    """Find a learning rate so small that all steps together cannot move a weight: a step moves a weight by about the
+    learning rate.
+    """
     rates = [rate for rate in series(seen.rows, "actor/lr") if rate]
     if len(rates) >= ENOUGH and sum(rates) < 1e-7:
         numbers = f"actor/lr is at most {max(rates):.1g}, {sum(rates):.1g} in {len(rates)} steps together"
@@ -266,7 +268,7 @@ def little_learning_rate(seen: Evidence) -> Iterator[Finding]:
 
 
 def lonely_responses(seen: Evidence) -> Iterator[Finding]:
-    """Each prompt has one response, which no other is compared with."""
+    """Find a run that samples one response per prompt, so that every advantage of a group-relative estimator is 0."""
     alone = seen.last("advantage/singleton_groups")
     size = ((seen.settings.get("stages") or {}).get("rollout") or {}).get("group_size")
     if alone and size == 1 and seen.last("advantage/zero_share") == 1:
@@ -506,7 +508,7 @@ def gamed_reward(seen: Evidence) -> Iterator[Finding]:
 
 
 def one_part(seen: Evidence) -> Iterator[Finding]:
-    """Find a sum of parts that rises by one part alone, while another stands still below its end."""
+    """Find a reward that rises only by one of its parts, while another part stays below its maximum."""
     half = seen.rows[len(seen.rows) // 2 :]
     if len(seen.rows) < 20 or (seen.last("critic/score/mean") or 0.0) - (seen.first("critic/score/mean") or 0.0) < 0.1:
         return

@@ -247,8 +247,9 @@ class TokenLimits(Settings):
             require(getattr(self, name) > 0, name, expected="≥ 1", found=getattr(self, name))
 
     def cut(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[str, str, bool]:
-        """Cut a row to these lengths: (prompt, response, whether anything was cut). Without a tokenizer 4 characters
-        count as a token."""
+        """Cut a row to these lengths; returns (prompt, response, whether anything was cut). Without a tokenizer 4
+        characters count as a token.
+        """
         prompt, response = str(row["prompt_text"] or ""), row["response"]
         kept = _cut(tokenizer, prompt, -self.prompt_length), _cut(tokenizer, response, self.response_length)
         return *kept, kept != (prompt, response)
@@ -341,8 +342,8 @@ class Judge(BaseReward):
         return parse(output, self.schema)
 
     async def ask(self, text: str) -> tuple[float, BaseModel, Completion]:
-        """Send the prompt `text` to the judge until its output is a verdict, at most `attempts` times: (value, verdict,
-        completion). Raises the last attempt's error.
+        """Send the prompt `text` to the judge until its output is a verdict, at most `attempts` times; returns (value,
+        verdict, completion). Raises the last attempt's error.
         """
         error: Exception = Unparseable("the judge was not asked")
         sampling: dict[str, Any] = {"max_tokens": self.asking.max_tokens, "temperature": self.asking.temperature}
@@ -369,13 +370,16 @@ class Judge(BaseReward):
         return f"{type(self).__name__}({self.model.describe()}, {self.schema.__name__})"
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """Write the prompt that the judge reads for a row: (prompt, whether the row's prompt or response was cut)."""
+        """Write the prompt that the judge reads for a row; returns (prompt, whether the row's prompt or response was
+        cut).
+        """
         prompt, response, cut = self.asking.cut(row, self.model.tokenizer)
         return self.filled(prompt=prompt, response=response, ground_truth=str(row.get("ground_truth"))), cut
 
     def text_for_two(self, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
-        """Write the prompt for several responses to one prompt: (prompt, whether anything was cut). `rows` maps names
-        in the template to rows."""
+        """Write the prompt for several responses to one prompt; returns (prompt, whether anything was cut). `rows` maps
+        names in the template to rows.
+        """
         cut = {name: self.asking.cut(row, self.model.tokenizer) for name, row in rows.items()}
         prompts, responses, cuts = zip(*cut.values(), strict=True)
         return self.filled(prompt=prompts[0], **dict(zip(cut, responses, strict=True))), any(cuts)
@@ -582,7 +586,7 @@ class RewardModel(BaseReward):
         return {**super().settings(), **about, **self.lengths.to_dict()}
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """Write the text that the reward model reads for a row: (text, whether the prompt or response was cut)."""
+        """Write the text that the reward model reads for a row; returns (text, whether the prompt or response was cut)."""
         prompt, response, cut = self.lengths.cut(row, self.classifier.tokenizer)
         chat = row["prompt"]
         if self.template == "question_answer" or not isinstance(chat, list):

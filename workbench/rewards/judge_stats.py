@@ -114,7 +114,7 @@ class Bin:
 
 
 def calibration(confidences: Sequence[float], right: Sequence[float], bins: int = 10) -> tuple[list[Bin], float]:
-    """Put verdicts into bins of equal width by their confidence in [0, 1]: (the bins with verdicts, expected
+    """Put verdicts into bins of equal width by their confidence in [0, 1]; returns (the bins with verdicts, expected
     calibration error).
 
     The error is Σ n_b/N · |accuracy_b − confidence_b| (Naeini 2015, Guo 2017); NaN without verdicts.

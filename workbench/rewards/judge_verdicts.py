@@ -149,7 +149,7 @@ class Metered:
 def ask(
     reward: BaseReward, items: Sequence[Item], seeds: Sequence[int], orders: bool, label: str
 ) -> tuple[list[Vote], Cost]:
-    """Collect a judge's verdicts on all items under each seed: (verdicts, their cost)."""
+    """Collect a judge's verdicts on all items under each seed; returns (verdicts, their cost)."""
     began, answers, meters = time.perf_counter(), list[Vote](), list[Metered]()
     each = len(items) * (1 + orders) if isinstance(reward, PairwiseJudge) else sum(len(item.rows) for item in items)
     progress.present().expect(len(seeds) * each)
@@ -165,7 +165,7 @@ def ask(
 
 
 def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
-    """Copy a judge so that its engine is metered and its calls use seeds of their own: (copy, meter).
+    """Copy a judge so that its engine is metered and its calls use seeds of their own; returns (copy, meter).
 
     A reward without an engine is returned itself, with a meter that stays at 0.
     """

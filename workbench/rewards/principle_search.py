@@ -205,7 +205,9 @@ def lines(text: str) -> Iterator[str]:
 
 
 def merged(texts: Sequence[str]) -> list[tuple[str, int]]:
-    """Merge similar principles: (the first of each group, how often the group was proposed), most frequent first."""
+    """Merge similar principles; returns (the first of each group, how often the group was proposed), most frequent
+    first.
+    """
     groups: list[tuple[str, frozenset[str], int]] = []
     for text in texts:
         words = frozenset(re.findall(r"\w+", text.lower()))

@@ -294,8 +294,9 @@ class ReasoningJudge:
         return judge
 
     def read(self, output: str) -> tuple[BaseModel, Any]:
-        """Parse an output: (verdict, its decision), which is a number, a letter or `tie`. Raises `Unparseable` where
-        there is none."""
+        """Parse an output; returns (verdict, its decision), which is a number, a letter or `tie`. Raises `Unparseable`
+        where there is none.
+        """
         verdict = parse(output, self.schema, self.reasons if self.think == "template" else None)
         choice = getattr(verdict, self.verdict)
         if self.kind == "pointwise":

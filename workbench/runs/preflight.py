@@ -367,7 +367,7 @@ def _disk(pipeline: Pipeline, plan: TrainPlan, tokens: int) -> str:
     free = shutil.disk_usage(next(place for place in (plan.run, *plan.run.absolute().parents) if place.exists())).free
     if weights * saved > free:
         expected = f"about {gib(weights * saved)} ({saved} × {gib(weights)})"
-        what, do = "has no room for the checkpoints", "free some space, choose another run folder, keep fewer checkpoints"
+        what, do = "has no room for the checkpoints", "free space, choose another run folder, or keep fewer checkpoints"
         raise RunError(f"the disk of {plan.run} {what}", expected=expected, found=f"{gib(free)} free", do=do)
     found = f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
     return "; ".join(filter(None, (found, begun)))

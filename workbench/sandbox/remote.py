@@ -151,8 +151,9 @@ def _phase(record: Any, cut: bool) -> ProcessOutcome | None:
 
 
 def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
-    """Run the program in the body of a `POST /run_code`: (HTTP status, reply); the status is 200, or 422 for a bad
-    request."""
+    """Run the program in the body of a `POST /run_code`; returns (HTTP status, reply); the status is 200, or 422 for a
+    bad request.
+    """
     try:
         request = json.loads(body)
         if not isinstance(request, dict):

@@ -129,7 +129,7 @@ class LossStreams:
 
     @property
     def compare(self) -> Callable[..., Any] | None:
-        """Of the loss that compares whole distributions its `compare`; None where none does."""
+        """The `compare` of the loss that compares whole distributions; None where no loss does."""
         every = (self.main, *(term.loss for term in self.terms.values()))
         wide: Any = next((one for one in every if "compared" in one.want), None)
         return None if wide is None else wide.compare

@@ -313,7 +313,7 @@ class InteractionContract:
     # --- helpers ----------------------------------------------------------------------------
 
     async def talked(self, user: Any, text: str, **changes: Any) -> UserReply | WorkbenchError:
-        """Send one message in a new conversation: the reply, or the refusal."""
+        """Send one message in a new conversation, and return the reply, or the error with which it was refused."""
         row = {"extra_info": {"interaction_kwargs": {**self.kwargs(), **changes}}}
         try:
             async with interacting(user, row, seconds=30.0) as session:

@@ -696,7 +696,7 @@ def _width(width: str | float) -> float:
 
 
 def pick(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
-    """Turn the requested plots into words on the axis → metrics, all of which some run has.
+    """Turn the plots that were asked for into label of the axis → metrics; each metric is recorded by at least one run.
 
     A key is a title of `PANEL` (also without its unit), a metric, or a pattern of metrics such as `critic/*`. Raises
     `SettingError` for a key that nothing is recorded for.

@@ -30,7 +30,7 @@ class Recorded(Protocol):
 @dataclass(frozen=True)
 class Plots:
     """The curves of several runs, name → run. `marks` are the symptoms of the first run; `keys` choose plots as in
-    `views.figure`; `drawn` are the runs that are drawn at first (all where there are none), of those that can be picked.
+    `views.figure`; `drawn` names the runs that are drawn at first (empty: all of them).
     """
 
     runs: Mapping[str, Recorded]

@@ -237,7 +237,7 @@ _LINE = "display:flex;flex-wrap:wrap;border:1px solid rgba(128,128,128,.28);bord
 
 
 class Chip(NamedTuple):
-    """One phase in the row of phases that shows a stepper."""
+    """One phase in the row of phases of a stepper's view."""
 
     name: str
     mark: str
@@ -317,8 +317,8 @@ class StepGroup(NamedTuple):
 
 
 def step_groups(batch: DataProto) -> list[StepGroup]:
-    """Describe the groups of a step that teach most: those whose rewards differ most come first. Of the texts only the
-    rows shown are read; [] before the rollout.
+    """Describe a step's groups of samples, those whose rewards differ most first; [] before the rollout. Only texts of
+    the shown rows are read.
     """
     if "response_text" not in batch or not len(batch):
         return []
@@ -435,7 +435,7 @@ _IDS = ("prompts", "responses", "input_ids", "position_ids")
 
 
 def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
-    """Summarise a column: (rows that were read, `0.41 ± 0.49  [0, 1]`, a histogram of twelve characters).
+    """Summarise a column; returns (rows that were read, `0.41 ± 0.49 [0, 1]`, a histogram of twelve characters).
 
     Of per-token columns only response tokens count. Columns of ids have a range and no mean, columns of objects their
     most common values. Nothing that is read stays in memory.
@@ -637,8 +637,8 @@ def summary(summary: Summary) -> doc.Part:
 
 
 def symptoms(symptoms: Symptoms) -> doc.Part:
-    """Build the display of `Symptoms` of failing training: name, since which step, what was found, what people do about
-    it.
+    """Build the display of `Symptoms` of failing training: the name, the step where it began, the numbers that show it,
+    and what to try.
     """
     if not symptoms:
         return "no symptoms"

@@ -28,7 +28,9 @@ class ChatFace(Face):
     renews = True
 
     def work(self, request: dict[str, Any]) -> str:
-        """Say that the models answer, or that their answers are scored; "" for other buttons."""
+        """Return what a button makes the kernel do (the models answer, or their answers are scored); "" for other
+        buttons.
+        """
         return _WORK.get(request["kind"], "") if request.get("stands") == self._stands() else ""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

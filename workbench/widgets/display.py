@@ -67,8 +67,8 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
 
 
 def working_cell() -> progress.Show | None:
-    """Open the line of work in the cell that waits for it, and in a job its terminal; None outside notebooks. An executed
-    notebook keeps the last line.
+    """Show the progress of work in the cell that waits for it, and for a job also in its terminal; None outside
+    notebooks. An executed notebook keeps the last line.
     """
     if not in_notebook():
         return None
@@ -85,7 +85,9 @@ def working_cell() -> progress.Show | None:
 
 
 class ProgressLine(View):
-    """A view of work: a bar with its line while it runs, which an interrupt of the kernel stops; then the line alone."""
+    """The progress of work in a cell: a bar with a line of text while the work runs, then the line alone. An interrupt
+    of the kernel stops the work.
+    """
 
     def __init__(self, shown: Part) -> None:
         self._shown = shown
@@ -138,7 +140,9 @@ class LiveDisplay:
         return CURVES_EVERY
 
     async def watch(self) -> None:
-        """Run beside the training loop until cancelled: show that it is paused, or that a long step is still running."""
+        """Show, beside the training loop and until cancelled, that the loop is paused or that a long step is still
+        running.
+        """
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
@@ -218,7 +222,7 @@ class TrainingLine(LiveDisplay):
     heartbeat = LIVE_EVERY
 
     def open(self) -> None:
-        """Open the line."""
+        """Open the progress line on standard error."""
         self._line = progress.on_stderr()
 
     def picture(self) -> bytes:
@@ -226,11 +230,11 @@ class TrainingLine(LiveDisplay):
         return b""
 
     def show(self, line: str, share: float) -> None:
-        """Replace the line."""
+        """Replace the progress line by `line`."""
         self._line(line, share, False)
 
     def close(self, stopped: str | None = None) -> None:
-        """Leave the last line, with the reason `stopped` if the run was stopped."""
+        """Keep the last progress line, with the reason `stopped` if the run was stopped."""
         super().close(stopped)
         self._line(self.line, self.share, True)
 

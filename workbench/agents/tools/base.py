@@ -204,7 +204,7 @@ class BaseTool(Tool):
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make the tool's state for one episode from these arguments: (its id, an empty response).
+        """Make the tool's state for one episode from these arguments; returns (its id, an empty response).
 
         The id is new if none is given. verl passes a row's arguments in one mapping, as `create_kwargs`: both forms
         work.

@@ -171,8 +171,9 @@ def _shared(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of(body: bytes | Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Parse the fields of a request. A field that is not `known` and asks for something is refused: what is accepted has
-    its effect, but for `_EFFECTLESS`. Raises `Refusal` (400)."""
+    """Parse the fields of a request. Raises `Refusal` (400) for a field that has a value and is neither `known` nor in
+    `_EFFECTLESS`, because it would have no effect.
+    """
     try:
         fields = json.loads(body) if isinstance(body, bytes) else dict(body)
     except (ValueError, RecursionError) as cause:

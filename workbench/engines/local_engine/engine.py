@@ -742,7 +742,9 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         self.version, self.state_id = int(record["version"]), new_id()
 
     def reference(self) -> FrozenModel:
-        """Return a frozen model that only scores, as `ModelEngine.reference`; of weights as loaded one copy serves all who ask."""
+        """Return a frozen model that only scores, as `ModelEngine.reference` does; references to weights as loaded
+        share one copy.
+        """
         if self._adapted or not self.as_loaded():
             return super().reference()
         key = _as_in_files(self.path, self._settings)
@@ -883,7 +885,7 @@ class BasePolicy(Generates):
         self._waves = Waves(self._decode, 1, "workbench-base")
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response; what the engine itself samples waits meanwhile."""
+        """Sample one response from the base model; requests to the engine itself wait meanwhile."""
         return await self._waves.ask(request)
 
     @runtime.in_turn

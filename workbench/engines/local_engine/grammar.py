@@ -45,7 +45,7 @@ class Grammar:
         self._mask = xgrammar.allocate_token_bitmask(1, vocabulary)
 
     def allowed(self, vocabulary: int) -> Tensor:
-        """Which of the tokens may come next, as bools [V]; all of them after the end."""
+        """Return which tokens the schema allows next, as bools [V]; all of them after the end."""
         if self._matcher.is_terminated():
             return torch.ones(vocabulary, dtype=torch.bool)
         self._matcher.fill_next_token_bitmask(self._mask)
@@ -53,6 +53,6 @@ class Grammar:
         return torch.nn.functional.pad(bits.flatten().bool(), (0, max(0, vocabulary - bits.numel())))[:vocabulary]
 
     def accept(self, token: int) -> None:
-        """Go on behind a token that was sampled."""
+        """Advance the grammar's state by a token that was sampled."""
         if not self._matcher.is_terminated():
             self._matcher.accept_token(token)

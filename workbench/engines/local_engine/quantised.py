@@ -96,7 +96,9 @@ def _kernels() -> bool:
 
 @torch.no_grad()
 def quantise(model: Any, kind: str, device: torch.device | str) -> None:
-    """Keep the weights of a model's linear layers in `kind` on `device`, all but the output head's, whose rows logits are."""
+    """Quantise the weights of a model's linear layers to `kind` on `device`, except those of the output head, which
+    computes the logits.
+    """
     head = model.get_output_embeddings()
     for layer in list(model.modules()):
         if isinstance(layer, nn.Linear) and not isinstance(layer, Coded) and layer is not head:
@@ -183,7 +185,7 @@ class Weights(Mapping[str, Tensor]):
 
     @property
     def coded(self) -> bool:
-        """Whether some are kept in codes."""
+        """Whether some of the weights are quantised."""
         return bool(self._coded)
 
 
