@@ -21,79 +21,79 @@ VERSION = "1.16"
 """The version of TRL that the table and its defaults are of."""
 TABLE = """
 num_generations | done | grpo(group_size) |
-max_completion_length | done | SamplingSettings.max_tokens | None, no limit, is refused
+max_completion_length | done | SamplingSettings.max_tokens | None (no limit) is refused
 {temperature,top_p,min_p,repetition_penalty} | done | SamplingSettings |
-top_k | done | SamplingSettings.top_k | 0, which keeps all, is -1; where it, top_p or min_p rule tokens out, ratios are of the full distribution, and `train` warns
-generation_kwargs | refused unless null {} | SamplingSettings | by name: pipe.with_stage("rollout", min_tokens=…)
+top_k | done | SamplingSettings.top_k | TRL's 0 (all tokens) becomes -1; with top_k, top_p or min_p active, ratios still use the full distribution, and `train` warns
+generation_kwargs | refused unless null {} | SamplingSettings | set each by name: pipe.with_stage("rollout", min_tokens=…)
 chat_template_kwargs | done | engines.local(template_switches) |
-cache_implementation | irrelevant | | how the sampler keeps keys and values
-{use_transformers_continuous_batching,transformers_continuous_batching_config,use_transformers_paged} | irrelevant | | how the sampler batches
-beta | done | TrlLoss.kl_coef | 0 loads no reference
+cache_implementation | irrelevant | | the sampler chooses its KV cache itself
+{use_transformers_continuous_batching,transformers_continuous_batching_config,use_transformers_paged} | irrelevant | | the sampler always batches requests
+beta | done | TrlLoss.kl_coef | with 0 no reference model is loaded
 use_bias_correction_kl | done | TrlLoss.use_bias_correction_kl |
-{epsilon,epsilon_high} | done | TrlLoss.clip_ratio_low, clip_ratio_high | of cispo the second is the cap of the ratio itself
-delta | done | TrlLoss.delta | there is no dual clip
+{epsilon,epsilon_high} | done | TrlLoss.clip_ratio_low, clip_ratio_high | for the loss cispo, epsilon_high is the upper bound of the ratio
+delta | done | TrlLoss.delta | upper bound of the ratio, in place of the dual clip of other recipes
 num_iterations | done | Update(ppo_epochs) |
-loss_type | done | TrlLoss.loss_type | a mini-batch is divided as a whole, where bnpo divides each of its parts, and dapo by a share of all tokens sampled
+loss_type | done | TrlLoss.loss_type | the loss is normalised over the whole mini-batch; TRL's bnpo normalises each micro-batch, and dapo by a share of all sampled tokens
 importance_sampling_level | done | TrlLoss.importance_sampling_level |
 sapo_temperature_{pos,neg} | done | TrlLoss.tau_pos, tau_neg |
 vespo_{k,lambda}_{pos,neg} | done | TrlLoss.vespo_pos, vespo_neg |
-reward_weights | done | Rubric(weights) | one for each function of reward=[…]
-multi_objective_aggregation | refused unless sum_then_normalize | Advantage(functional.gdpo) | gdpo whitens over tokens, TRL over rows
-scale_rewards | done | Advantage(grpo, eps=1e-4) | `batch`: functional.grpo_batch
+reward_weights | done | Rubric(weights) | a weight for each function in reward=[…]
+multi_objective_aggregation | refused unless sum_then_normalize | Advantage(functional.gdpo) | functional.gdpo whitens over tokens, TRL over rows
+scale_rewards | done | Advantage(grpo, eps=1e-4) | `batch` uses functional.grpo_batch
 mask_truncated_completions | done | MaskTruncated |
-{sync_ref_model,ref_model_mixup_alpha,ref_model_sync_steps} | done | SyncReference | at the end of a sampled batch, whose optimizer steps the last has to be a multiple of
+{sync_ref_model,ref_model_mixup_alpha,ref_model_sync_steps} | done | SyncReference | the reference is updated after a sampled batch, so ref_model_sync_steps must be a multiple of its optimizer steps
 top_entropy_quantile | done | TrlLoss.top_entropy_quantile |
 entropy_coef | done | TrlLoss.entropy_coeff |
-{use_adaptive_entropy,entropy_target,entropy_coef_delta,entropy_coef_min,entropy_coef_max} | done | TrlLoss.entropy_target | without the first the weight is constant
+{use_adaptive_entropy,entropy_target,entropy_coef_delta,entropy_coef_min,entropy_coef_max} | done | TrlLoss.entropy_target | without use_adaptive_entropy the entropy bonus has a constant weight
 off_policy_mask_threshold | done | TrlLoss.off_policy_mask_threshold |
-max_tool_calling_iterations | refused unless null | agents.ToolAgent | tools are an agent's: like_trl(…, agent=…)
-use_vllm | done | RolloutCorrection | the engine that samples is `engine=`: engines.paired(engines.local(…), engines.vllm(…))
-vllm_importance_sampling_{correction,mode,clip_max,cap,clip_min} | done | RolloutCorrection | where use_vllm is True; the last with `*_truncate` is refused
-vllm_structured_outputs_regex | refused unless null | | no grammar while training
-vllm_{mode,model_impl,enable_sleep_mode,server_base_url,server_host,server_port,server_timeout,group_port,gpu_memory_utilization,max_model_length,tensor_parallel_size} | irrelevant | engines.vllm | how vLLM runs is said where that engine is made
+max_tool_calling_iterations | refused unless null | agents.ToolAgent | tools belong to an agent: like_trl(…, agent=…)
+use_vllm | done | RolloutCorrection | pass an engine that samples with vLLM: engines.paired(engines.local(…), engines.vllm(…))
+vllm_importance_sampling_{correction,mode,clip_max,cap,clip_min} | done | RolloutCorrection | in effect if use_vllm is True; clip_min with a mode `*_truncate` is refused
+vllm_structured_outputs_regex | refused unless null | | training does not constrain sampling by a grammar
+vllm_{mode,model_impl,enable_sleep_mode,server_base_url,server_host,server_port,server_timeout,group_port,gpu_memory_utilization,max_model_length,tensor_parallel_size} | irrelevant | engines.vllm | settings of vLLM are arguments of engines.vllm
 learning_rate | done | LocalSettings.lr |
-lr_scheduler_type | done | LocalSettings.schedule | linear, cosine, constant, constant_with_warmup; others are refused
+lr_scheduler_type | done | LocalSettings.schedule | supported: linear, cosine, constant, constant_with_warmup
 lr_scheduler_kwargs | refused unless null {} | |
-warmup_steps | done | LocalSettings.warmup_steps | the first step has 1/n of the rate, where TRL's has 0
-weight_decay | done | LocalSettings.weight_decay | of all weights, where transformers leaves biases and norms out
+warmup_steps | done | LocalSettings.warmup_steps | the first of n warm-up steps has 1/n of the learning rate; TRL's has 0
+weight_decay | done | LocalSettings.weight_decay | applies to all weights; transformers leaves out biases and norms
 {adam_beta1,adam_beta2} | done | LocalSettings.betas |
 max_grad_norm | done | LocalSettings.grad_clip |
 adam_epsilon | refused unless 1e-08 | |
-optim | done | LocalSettings.optimizer | adamw_torch, adamw_torch_fused, adamw_8bit, adamw_bnb_8bit; others are refused
+optim | done | LocalSettings.optimizer | supported: adamw_torch, adamw_torch_fused, adamw_8bit, adamw_bnb_8bit
 {optim_args,optim_target_modules,neftune_noise_alpha} | refused unless null | |
 label_smoothing_factor | refused unless 0 | |
-{bf16,fp16} | done | LocalSettings.dtype | bf16: None is True unless fp16 is
-{fp16_full_eval,bf16_full_eval,tf32} | refused unless False null | | as dtype
+{bf16,fp16} | done | LocalSettings.dtype | bf16=None means True, unless fp16 is True
+{fp16_full_eval,bf16_full_eval,tf32} | refused unless False null | | evaluation uses the dtype of training
 gradient_checkpointing | done | LocalSettings.gradient_checkpointing |
-{gradient_checkpointing_kwargs,use_liger_kernel,liger_kernel_config,torch_compile,torch_compile_backend,torch_compile_mode,use_cache,torch_empty_cache_steps} | irrelevant | | how the model is computed
-{model_init_kwargs,router_aux_loss_coef} | refused unless null {} | engines.local | no loss of routers; a model is loaded by engines.local(…)
+{gradient_checkpointing_kwargs,use_liger_kernel,liger_kernel_config,torch_compile,torch_compile_backend,torch_compile_mode,use_cache,torch_empty_cache_steps} | irrelevant | | the engine chooses how it computes the model
+{model_init_kwargs,router_aux_loss_coef} | refused unless null {} | engines.local | there is no router loss; pass arguments of the model to engines.local(…)
 trust_remote_code | done | LocalSettings.trust_remote_code |
 disable_dropout | irrelevant | | dropout is off in every pass
-cast_lm_head_to_fp32 | refused unless False | | logits are float32 where dtype is
-{per_device_train_batch_size,gradient_accumulation_steps,steps_per_generation,generation_batch_size} | done | train(batch_size), Update(ppo_mini_batch_size) | in prompts; the engine cuts micro-batches
-{num_train_epochs,max_steps} | done | train(epochs), train(steps) | a step here is one batch sampled, TRL's one optimizer step
-{seed,data_seed} | done | train(seed) | the order and the draws are others than TRL's
+cast_lm_head_to_fp32 | refused unless False | | the output head computes in the dtype of the forward pass
+{per_device_train_batch_size,gradient_accumulation_steps,steps_per_generation,generation_batch_size} | done | train(batch_size), Update(ppo_mini_batch_size) | counted in prompts; the engine chooses micro-batches
+{num_train_epochs,max_steps} | done | train(epochs), train(steps) | a step of workbench samples one batch; a step of TRL is one optimizer step
+{seed,data_seed} | done | train(seed) | the same seed gives another order of rows and other samples than TRL
 shuffle_dataset | refused unless True | rows | rows are drawn in a seeded order
-{eval_strategy,eval_steps} | done | train(test_freq) | give eval_rows to train; `epoch` is refused
-num_generations_eval | done | train(val_samples) | None: num_generations
-{save_strategy,save_steps} | done | train(save_freq) | `epoch` is refused
-save_total_limit | done | train(keep_checkpoints) | at least 2
-load_best_model_at_end | refused unless False | train(save_best) | train(save_best="val/reward") keeps it
-{metric_for_best_model,greater_is_better} | irrelevant | train(save_best) | without load_best_model_at_end
-report_to | done | train(trackers) | tensorboard, wandb, mlflow, trackio, none; others are refused
+{eval_strategy,eval_steps} | done | train(test_freq) | pass eval_rows to train; the strategy `epoch` is refused
+num_generations_eval | done | train(val_samples) | None means num_generations
+{save_strategy,save_steps} | done | train(save_freq) | the strategy `epoch` is refused
+save_total_limit | done | train(keep_checkpoints) | at least 2 checkpoints are kept
+load_best_model_at_end | refused unless False | train(save_best) | train(save_best="val/reward") keeps the best checkpoint
+{metric_for_best_model,greater_is_better} | irrelevant | train(save_best) | used only by load_best_model_at_end
+report_to | done | train(trackers) | supported: tensorboard, wandb, mlflow, trackio, none
 {run_name,project} | done | train(experiment), train(project) |
-resume_from_checkpoint | refused unless null False | train(resume) | train(run=…, resume="auto")
+resume_from_checkpoint | refused unless null False | train(resume) | resume with train(run=…, resume="auto")
 {push_to_hub,save_only_model,auto_find_batch_size} | refused unless False | |
-{hub_token,hub_private_repo,hub_model_id,hub_strategy,hub_always_push,hub_revision,trackio_space_id,trackio_bucket_id,trackio_static_space_id,log_completions_hub_repo} | irrelevant | | nothing is sent to a hub
-output_dir | irrelevant | train(run) | a run has a folder of its own
+{hub_token,hub_private_repo,hub_model_id,hub_strategy,hub_always_push,hub_revision,trackio_space_id,trackio_bucket_id,trackio_static_space_id,log_completions_hub_repo} | irrelevant | | training sends nothing to a hub
+output_dir | irrelevant | train(run) | each run has a new folder
 {logging_strategy,logging_steps,logging_first_step,log_on_each_node,logging_nan_inf_filter,log_level,log_level_replica,disable_tqdm,include_num_input_tokens_seen,log_completions,log_multimodal,num_completions_to_print,log_unique_prompts} | irrelevant | | every step is recorded with its rows
 {remove_unused_columns,label_names,length_column_name} | irrelevant | | a reward reads any column of its row
 train_sampling_strategy | refused unless random | |
 {eval_delay,eval_on_start,prediction_loss_only,eval_do_concat_batches,eval_use_gather_object,eval_accumulation_steps,include_for_metrics,batch_eval_metrics,per_device_eval_batch_size} | irrelevant | train(test_freq) | validations score every held-out row, before the first step, too
-{average_tokens_across_devices,ds3_gather_for_generation,pad_to_multiple_of,save_on_each_node,enable_jit_checkpoint,full_determinism,use_cpu,local_rank} | irrelevant | engines.fsdp | where the model is
-{ddp_find_unused_parameters,ddp_bucket_cap_mb,ddp_broadcast_buffers,ddp_static_graph,ddp_backend,ddp_timeout,fsdp,fsdp_config,deepspeed,accelerator_config,parallelism_config} | irrelevant | engines.fsdp | how the model is spread
-{dataloader_drop_last,dataloader_num_workers,dataloader_pin_memory,dataloader_persistent_workers,dataloader_prefetch_factor,dataloader_multiprocessing_context,dataloader_in_order,ignore_data_skip,restore_callback_states_from_checkpoint} | irrelevant | | rows are in memory; a resumed run goes on exactly
-{debug,skip_memory_metrics,do_train,do_eval,do_predict} | irrelevant | | of transformers' scripts
+{average_tokens_across_devices,ds3_gather_for_generation,pad_to_multiple_of,save_on_each_node,enable_jit_checkpoint,full_determinism,use_cpu,local_rank} | irrelevant | engines.fsdp | the engine places the model on devices
+{ddp_find_unused_parameters,ddp_bucket_cap_mb,ddp_broadcast_buffers,ddp_static_graph,ddp_backend,ddp_timeout,fsdp,fsdp_config,deepspeed,accelerator_config,parallelism_config} | irrelevant | engines.fsdp | engines.fsdp shards the model over ranks
+{dataloader_drop_last,dataloader_num_workers,dataloader_pin_memory,dataloader_persistent_workers,dataloader_prefetch_factor,dataloader_multiprocessing_context,dataloader_in_order,ignore_data_skip,restore_callback_states_from_checkpoint} | irrelevant | | rows are in memory, and a resumed run continues at the same row
+{debug,skip_memory_metrics,do_train,do_eval,do_predict} | irrelevant | | only transformers' example scripts read these
 """
 DEFAULTS: Mapping[str, Any] = {
     "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
