@@ -456,16 +456,16 @@ def test_the_table_of_the_docs_is_this_list() -> None:
 # --- docs/files.md --------------------------------------------------------------------------------
 
 TABLE = Path(__file__).parents[2] / "docs" / "files.md"
-HEADER = """# Which file is covered by what
+HEADER = """# Checksums of a run's files
 
-Every file of a run folder, a model folder and a data set either has a checksum, or is said here not to have one.
-`tests/faults/test_faults_files.py` flips bits in each kind, cuts it and deletes it, and fails for a file that no row names. It
-also writes this table: `PYTHONPATH=.:tests python tests/faults/test_faults_files.py`.
+Every file of a run folder, a model folder and a data set has a checksum or is listed here as having none.
+`tests/faults/test_faults_files.py` flips bits in each kind of file, cuts and deletes files, and fails for a file that no row of the table
+names. The same file writes this table: `PYTHONPATH=.:tests python tests/faults/test_faults_files.py`.
 
-A checksum is a crc32. A JSON document, and each line of `metrics.jsonl`, ends in `text_crc32`, that of all text before it: who
-changes such a file by hand takes this key out.
+A checksum is a crc32. A JSON document, and each line of `metrics.jsonl`, ends with the key `text_crc32`, the checksum of all text before
+this key. If you change such a file by hand, remove the key.
 
-| file | covered by | changed | missing |
+| file | checksum | if the file was changed | if the file is missing |
 |---|---|---|---|
 """
 
