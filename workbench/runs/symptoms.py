@@ -222,9 +222,13 @@ def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
     norms = {step_of(row): value for row in rows for value in series([row], "actor/grad_norm")}
     usual = median(norms.values()) if norms else 0.0
     if steps := tuple(step for step, norm in norms.items() if usual and norm > 20 * usual):
-        found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}"
+        found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, {_at(steps)}"
         do = "look at that step with run.stepper(step); lower grad_clip or lr"
         yield Symptom("the gradient jumps", found, steps[0], do, steps, "actor/grad_norm")
+
+
+def _at(steps: Sequence[int]) -> str:
+    return f"at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:5]))}"
 
 
 _NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss")
@@ -234,7 +238,7 @@ def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
     """Find the steps in which a metric was NaN or infinite; such a value is stored as null in a run's rows."""
     every = {step_of(row): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
     if steps := tuple(step for step, names in every.items() if names):
-        found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
+        found = f"{', '.join(every[steps[0]])} {_at(steps)}"
         do = "look at that step with run.stepper(step, at='update_actor') for a huge reward or an advantage that is NaN"
         yield Symptom("a metric is NaN or infinite", found, steps[0], do, steps, every[steps[0]][0])
 

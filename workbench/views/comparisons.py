@@ -135,12 +135,13 @@ def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
         first, second = (_bar(value, most) for value in row.advantage or (math.nan, math.nan))
         scores = [object_at(trace.batch, "score", row.row) for trace in diff.traces]
         verdicts = " → ".join(doc.one_line(score, 200) for score in scores if score is not None)
-        flip = doc.chip("flipped", -1.0) if row.flipped else ""
+        flip = [doc.chip("flipped", -1.0) if row.flipped else ""] * any(one.flipped for one in rows)
         reward = doc.Span(_sides(row.reward), title=verdicts)
         lines.append(
-            [str(row.row), _responses([trace.batch for trace in diff.traces], row.row), reward, first, second, flip]
+            [str(row.row), _responses([trace.batch for trace in diff.traces], row.row), reward, first, second, *flip]
         )
-    return doc.Table(["row", "response (prompt on hover)", "reward", "advantage, first", "second", "sign"], lines)
+    header = ["row", "response (prompt on hover)", "reward", "advantage, first", "second", "sign"]
+    return doc.Table(header[: len(lines[0]) if lines else None], lines)
 
 
 def _responses(batches: Sequence[DataProto], row: int) -> doc.Part:
@@ -174,7 +175,7 @@ def divergence(diff: RunDivergence) -> doc.Part:
     """
     later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in diff.later]
     following = f"later differences: {len(later)}"
-    table = doc.Table(["phase", "column", "by"], later, most=len(later))
+    table = doc.Table(["phase", "column", "difference"], later, most=len(later))
     text = f"{following} columns and metrics", doc.Table([""] * 3, later, most=12)
     texts = doc.Table(["first", "second"], [[doc.block(diff.first), doc.block(diff.second)]])
     notes = doc.Table(["notes"], [[doc.cut(note, 400)] for note in diff.notes])
@@ -294,7 +295,7 @@ def what_if(result: WhatIf) -> doc.Part:
     most = max((abs(sums[row]) for row in shown), default=0.0)
     largest = max((abs(means[row]) for row in shown), default=0.0)
     for row in shown:
-        reward = f"{float(result.batch['reward'][row]):g}" if "reward" in result.batch else ""
+        reward = doc.number(float(result.batch["reward"][row])) if "reward" in result.batch else ""
         token = int(result.difference[row].abs().argmax())
         word = "".join(TokenRow(result.batch, row).texts[token : token + 1])
         moved = f"token {token} {word!r} ({float(result.difference[row][token]):+.4f})"

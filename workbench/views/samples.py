@@ -350,8 +350,8 @@ class SamplesView(doc.View):
             (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
             scored,
             _judgement(row, object_at(self.index.batch, "score", number)),
-            doc.number(row.get("advantage"), "+.3f") if "advantage" in row else "",
-            (tokens, doc.BREAK, doc.small(finish)),
+            doc.number(row.get("advantage"), "+.4g") if "advantage" in row else "",
+            tokens if "finish" in self.index.same else (tokens, doc.BREAK, doc.small(finish)),
         ]
 
 
@@ -514,14 +514,14 @@ class SampleCard(doc.View):
         """Return the sample's reward, score, truth, advantage and token count, as (name, text)."""
         row, score = self.values, self.score
         reward = row.get("reward")
-        facts = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
+        facts = [] if reward is None else [("reward", doc.number(reward) if reward == reward else "not scored")]
         facts += verdict(score) if score is not None else []
         facts += [("left out", str(row[LEFT_OUT]))] if LEFT_OUT in row else []
         facts += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
         facts += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
         facts += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
         facts += [("pictures", counted_pictures(self.pictures))] if self.pictures else []
-        return facts + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
+        return facts + ([("scored in", f"{1e3 * score.seconds:.3g} ms")] if score is not None and score.seconds else [])
 
     def pieces(self) -> tuple[str, str, str]:
         """Split the response into (before, extracted answer, after); all of it is in the first part where no answer was
@@ -571,7 +571,7 @@ class SampleCard(doc.View):
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
         for row, one in self.index.frame.loc[self.siblings].iterrows():
-            values = [doc.number(one.get("reward"), "g"), doc.number(one.get("advantage"), "+.3f")]
+            values = [doc.number(one.get("reward")), doc.number(one.get("advantage"), "+.4g")]
             cells.append([str(row), *values, unfolding(None, _response(one))])
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
         return doc.Fold(f"the prompt's other samples (of {numbers})", table, opened=True) if cells else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -414,7 +415,7 @@ def legend(quantity: Quantity, span: tuple[float, float], rows: Sequence[TokenRo
     """
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
-    scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
+    scale = f" \u00a0 {doc.number(span[0])} ", swatch, f" {doc.number(span[1])} \u00a0 "
     there = {_mark(row, place) for row in rows for place in range(row.length)}
     marks = doc.small(" · ".join(words for style, words in _MARKS.items() if style in there))
     return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
@@ -454,7 +455,8 @@ def _token(
     sides = [(row, place), *([twin] if twin else [])]
     shades = [shade(one, at, quantity, span) for one, at in sides]
     paint = shades[0] if len({*shades}) == 1 else f"linear-gradient({shades[0] or _NONE} 50%,{shades[1] or _NONE} 50%)"
-    style = (f"background:{paint}" if paint else "") + _mark(row, place)
+    special = ";opacity:.7" if _SPECIAL.fullmatch(row.texts[place]) else ""
+    style = (f"background:{paint}" if paint else "") + _mark(row, place) + special
     numbers = [{name: f"{values[at]:.4g}" for name, values in one.values.items()} for one, at in sides]
     texts = {name: dict.fromkeys(each.get(name, "–") for each in numbers) for each in numbers for name in each}
     said = "  ".join(f"{name} {' → '.join(values)}" for name, values in texts.items())
@@ -463,17 +465,11 @@ def _token(
 
 def _mark(row: TokenRow, place: int) -> str:
     """Return the style that says whether a token is the model's own, rejected, or clipped."""
-    clipped = row.values.get("clipped")
     foreign, rejected, cut = _MARKS
-    return (
-        foreign
-        if not row.own[place]
-        else rejected
-        if row.rejected[place]
-        else cut
-        if clipped and clipped[place]
-        else ""
-    )
+    if not row.own[place]:
+        return foreign
+    clipped = row.values.get("clipped") or row.rejected
+    return rejected if row.rejected[place] else cut if clipped[place] else ""
 
 
 _MARKS = {
@@ -483,6 +479,7 @@ _MARKS = {
 }
 """Style of a token → what it says."""
 _NONE = "transparent"
+_SPECIAL = re.compile(r"<\|.*\|>|</?s>|<eos>|<pad>")
 
 
 def shade(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> str:

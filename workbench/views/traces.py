@@ -182,7 +182,7 @@ def _judged(batch: DataProto) -> SampleIndex:
 
 
 def _seconds(phase: Phase) -> str:
-    return "reused" if phase.reused else f"{phase.seconds:.2f} s"
+    return "reused" if phase.reused else f"{phase.seconds:{'.2f' if phase.seconds >= 0.1 else '.1g'}} s"
 
 
 # --- traces -------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def _beneath(phase: Phase, seen: int = 0) -> doc.Part:
 
 # --- steppers -----------------------------------------------------------------------------
 
-_STEP = "flex:1 1 150px;padding:5px 10px 8px;border-right:1px solid rgba(128,128,128,.28);border-top:3px solid rgba("
+_STEP = "flex:1 1 118px;padding:5px 8px 8px;border-right:1px solid rgba(128,128,128,.28);border-top:3px solid rgba("
 _PICKED = "56,139,253,.9)"
 _LINE = "display:flex;flex-wrap:wrap;border:1px solid rgba(128,128,128,.28);border-radius:4px;margin-bottom:8px;font-size:13px"
 
@@ -661,9 +661,10 @@ def tuning(tuning: Tuning) -> doc.Part:
     """
 
     def cells(seconds: float, host: int, device: int) -> list[str]:
-        return [f"{seconds:.2f}", gib(host) if host else "–", gib(device) if device else "–"]
+        return [f"{seconds:.2f}", gib(host) if host else "–", gib(device) if device else "–"][: len(header)]
 
-    header = ["seconds", "peak of memory", "of GPU tensors"]
+    gpu = any(one.device for one in (*tuning.phases, *tuning.trials))
+    header = ["seconds", "peak memory", "GPU tensors"][: 2 + gpu]
     phases = [[one.phase, *cells(one.seconds, one.host, one.device)] for one in tuning.phases]
     tried = [[one.role, str(one), *cells(one.seconds, one.host, one.device), one.error] for one in tuning.trials]
     return (

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TURN_CAP = 1000
 """Most tokens of one turn in a static form."""
-_EDGES = {"assistant": "rgba(130,80,223,0.7)", "tool": "rgba(46,160,67,0.7)", "user": "rgba(212,140,30,0.8)"}
+_EDGES = {"assistant": "rgb(56,139,253)"}
 _OTHER = "rgba(128,128,128,0.5)"
 
 
@@ -234,7 +234,7 @@ def episode(stepper: EpisodeStepper, rendered: bool = False, formulas: bool = Fa
 
 def _upcoming(stepper: EpisodeStepper) -> str:
     if (who := stepper.next_role) is None:
-        return f"over: {stepper.output.finish_reason}"
+        return f"The episode is over: {stepper.output.finish_reason}"
     if who == "tool":
         calls = (f"{one.name}({doc.one_line(one.arguments, 200)})" for one in stepper.asked)
         return f"next: the tool, {'; '.join(calls)}"
@@ -435,9 +435,7 @@ def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.
         name = doc.bold(places) if node.recorded else places
         shown = doc.Either(["  " * level, name], doc.Span(name, f"padding-left:{1.4 * level:g}em;white-space:nowrap"))
         share = (node.value.mean - low) / ((high - low) or 1.0)
-        value = doc.Span(
-            doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
-        )
+        value = doc.bar(0.0 if math.isnan(share) else share, _number(node.value), node.value.mean >= 0)
         rows.append([shown, f"{count}", value, _signed(node.credit), _turns_text(node)])
     return rows
 

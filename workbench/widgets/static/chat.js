@@ -13,10 +13,10 @@ function render({ model, el }) {
   const shows = make("button", { ariaExpanded: "false", title: "what the model reads before the first message", onclick: () => unfold(system.hidden) }, "system");
   const log = make("div", { class: "wb-log", role: "log", tabIndex: 0, ariaLabel: "conversation" });
   const text = make("textarea", { rows: 2, ariaLabel: "message", placeholder: "Say something. Enter sends, Shift+Enter begins a line.", onkeydown: keys });
-  const truth = make("input", { type: "text", ariaLabel: "right answer", placeholder: "right answer", onkeydown: (event) => { if (event.key === "Enter") press("score"); } });
+  const truth = make("input", { type: "text", ariaLabel: "right answer", onkeydown: (event) => { if (event.key === "Enter") press("score"); } });
   const button = (label, title, kind, main) => make("button", { title, class: main ? "wb-main" : "", onclick: () => press(kind) }, label);
   const send = button("send", "both models answer, each in its own conversation (key: Enter)", "ask", true);
-  const again = button("again", "sample other answers to the last message", "again");
+  const again = button("answer again", "sample other answers to the last message", "again");
   const fresh = button("new chat", "begin a new conversation; kept rows stay", "clear");
   const score = button("score it", "score the last answers with the chat's reward", "score");
   const or = make("span", { class: "wb-or" });
@@ -30,7 +30,7 @@ function render({ model, el }) {
   const { ask, drawn } = mover(talk, problem, buttons, draw);
   el.append(make("div", { class: "wb wb-chat" },
     make("div", { class: "wb-bar" }, settings, shows, make("span", { class: "wb-push" }), fresh), system, notes, log, make("div", { class: "wb-say" }, text, send),
-    make("div", { class: "wb-bar" }, again, or, truth, score, kept, problem, code)));
+    make("div", { class: "wb-bar" }, again, or, make("label", {}, "right answer", truth), score, kept, problem, code)));
 
   function unfold(open) {
     system.hidden = !open;
@@ -115,7 +115,7 @@ function render({ model, el }) {
     kept.textContent = view.kept ? `${view.kept} kept: wb.rows(chat.kept)` : "";
     buttons.forEach((one) => { one.disabled = false; });
     again.disabled = score.disabled = last < 0;
-    or.hidden = score.hidden = truth.hidden = !view.scores;
+    or.hidden = score.hidden = truth.parentNode.hidden = !view.scores;
   }
   unfold(false);
   const redraw = () => drawn(model.get("face"));

@@ -172,7 +172,7 @@ function said(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number" || Number.isInteger(value)) return String(value);
   const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e6) return Number(value.toPrecision(Math.min(digits, 3))).toExponential().replace("e+", "e");
+  if (size < 1e-3 || size >= 1e6) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
 }
 

@@ -1,6 +1,5 @@
 const COUNT = 50;
-const ORDERS = { surprising: "surprising: samples whose reward is far from the mean of the prompt's other samples come first" };
-const FIGURES = new Set(["row", "group", "step", "advantage", "of_row", "sampler_logprob_diff"]);
+const ORDERS = { worst: "worst first", best: "best first", surprising: "surprising first", index: "in row order" };
 
 // A value on a scale that begins at 0 or below: a bar from 0, in the colour of its side.
 function scaleOf(value, [low, high]) {
@@ -15,8 +14,9 @@ function scaleOf(value, [low, high]) {
 // A text in one line that is cut before its end: what a scorer reads is mostly the end.
 const END = 12;
 function endsOf(text) {
-  return text.length <= END ? make("div", {}, text)
-    : make("div", { class: "wb-tail" }, make("span", {}, text.slice(0, -END)), make("span", {}, text.slice(-END)));
+  if (text.length <= END) return make("div", {}, text);
+  const word = text.indexOf(" ", text.length - END), at = word < 0 ? text.length - END : word;  // no word is cut in two
+  return make("div", { class: "wb-tail" }, make("span", {}, text.slice(0, at)), make("span", {}, text.slice(at)));
 }
 
 // A row's tokens as one line, as long as the row beside the longest one: a piece for some tokens, in the colour of their mean.
@@ -34,7 +34,7 @@ function render({ model, el }) {
   const talk = talker(model, problem, below);
   const known = model.get("known");
   const query = { ...model.get("query") };
-  let columns = [];  // of the page
+  let columns = [], figures = new Set();  // of the page; those of numbers
   let tab = "";
   const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
@@ -54,8 +54,8 @@ function render({ model, el }) {
   const search = make("input", { type: "search", placeholder: "search texts", ariaLabel: "search texts", value: query.search || "", oninput: soon });
   const order = make("select", { ariaLabel: "order", onchange: () => { query.order = order.value; load(); } },
     ["worst", "best", "surprising", "index", ...known.flatMap((name) => [name, `-${name}`])]
-      .map((name) => make("option", { value: name, title: ORDERS[name] || "" }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
-  order.title = ORDERS.surprising;
+      .map((name) => make("option", { value: name }, ORDERS[name] || (name.startsWith("-") ? `${name.slice(1)} ↓` : `${name} ↑`))));
+  order.title = "surprising: rewards that are far from the mean of the prompt's other samples";
   order.value = query.order;
   const status = make("select", { ariaLabel: "status of the score", onchange: () => load() },
     make("option", { value: "" }, "any status"),
@@ -146,7 +146,7 @@ function render({ model, el }) {
       button.ariaPressed = "false";
       return button;
     });
-    return buttons.length ? make("div", { class: "wb-bins", role: "group", ariaLabel: "rewards" }, buttons) : null;
+    return buttons.length ? make("div", { class: "wb-bins", role: "group", ariaLabel: "rewards" }, make("span", { class: "wb-hint" }, "reward"), buttons) : null;
   }
 
   // letters typed while an answer is under way are asked for together, when it is there
@@ -181,6 +181,7 @@ function render({ model, el }) {
       below.hide();
       if (!start) {
         ({ columns, spans } = page);
+        figures = new Set(columns.filter((name) => name !== "tokens" && page.rows.every(({ cells }) => name === "row" || typeof cells[name] !== "string")));
         drawHeads();
         shown = []; group = null; before = ""; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
       }
@@ -213,7 +214,7 @@ function render({ model, el }) {
       const cell = make("th", { class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name) },
         under(name) ? "prompt, response" : name, way ? (way === "ascending" ? " ↑" : " ↓") : "");
       if (way) cell.ariaSort = way;
-      if (FIGURES.has(name)) cell.classList.add("wb-figure");
+      if (figures.has(name)) cell.classList.add("wb-figure");
       return cell;
     }));
   }
@@ -227,7 +228,7 @@ function render({ model, el }) {
   function cellOf(name, row, asked) {
     const value = row.cells[name], cell = make("td", { class: classOf(name) }, said(value));
     if (typeof value === "string" && value) cell.title = value;
-    if (FIGURES.has(name)) cell.classList.add("wb-figure");
+    if (figures.has(name)) cell.classList.add("wb-figure");
     if (name === "response" && value) cell.replaceChildren(under(name) && asked ? make("div", { class: "wb-asked" }, asked) : "", endsOf(said(value)));
     if (value === null || value === undefined) return cell;
     if (name === "reward") cell.prepend(scaleOf(value, spans.reward));
@@ -236,7 +237,8 @@ function render({ model, el }) {
     }
     if (name === "advantage" && value) {
       const most = Math.max(...spans.advantage.map(Math.abs)), side = value < 0 ? "--wb-down" : "--wb-up";
-      cell.replaceChildren(make("span", { class: "wb-sign", style: { background: `rgba(var(${side}), ${(0.4 * Math.abs(value) / most).toFixed(2)})` } }, said(value)));
+      const shade = `rgba(var(${side}), ${(0.4 * Math.abs(value) / most).toFixed(2)})`;
+      cell.replaceChildren(make("span", { class: "wb-sign", style: { backgroundImage: `linear-gradient(${shade}, ${shade})` } }, said(value)));
     }
     return cell;
   }

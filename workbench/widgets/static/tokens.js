@@ -1,4 +1,5 @@
 const LONG = 160;
+const SPECIAL = /^(<\|.*\|>|<\/?s>|<eos>|<pad>)$/;
 
 function render({ model, el }) {
   const below = overStatic(el);
@@ -35,6 +36,7 @@ function render({ model, el }) {
         if (!row.own[place]) span.className = "wb-foreign";
         else if (row.rejected[place]) span.className = "wb-rejected";
         else if (row.clipped[place]) span.className = "wb-clipped";
+        if (SPECIAL.test(text.trimEnd())) span.classList.add("wb-off");
         return span;
       }));
       order = [...spans];
@@ -87,7 +89,10 @@ function render({ model, el }) {
   function align(pairs, words) {
     const same = rows[0].prompt === rows[1].prompt;
     boxes[0].before(titles[1], make("div", { class: "wb-hint" }, words));
-    if (!same) boxes[0].append(boxes[1].firstChild);
+    if (!same) {
+      boxes.forEach((box, number) => box.prepend(make("div", { class: "wb-hint" }, `prompt of ${labels[number]}`)));
+      boxes[0].append(...boxes[1].childNodes);
+    }
     boxes[1].remove();
     order[0] = order[1] = pairs.flatMap(([common, [a, b], [c, d]]) => {
       const sides = [spans[0].slice(a, b), spans[1].slice(c, d)];
@@ -100,7 +105,7 @@ function render({ model, el }) {
   function legend() {
     const meaning = { "wb-rejected": "rejected", "wb-clipped": "clipped", "wb-foreign": "not sampled by the model" };
     const there = Object.entries(meaning).filter(([name]) => boxes.some((box) => box.querySelector(`.${name}`)));
-    marks.replaceChildren(make("span", {}, "grey: prompt"), ...there.map(([name, words]) => make("span", { class: name }, words)));
+    marks.replaceChildren(make("span", {}, "grey: prompt and special tokens"), ...there.map(([name, words]) => make("span", { class: name }, words)));
   }
   function hint() {
     return make("span", { class: "wb-hint" }, "Point at a token for its numbers. A click pins its numbers, Esc unpins them.");
