@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TURN_CAP = 1000
 """Most tokens of one turn in a static form."""
 _EDGES = {"assistant": "rgb(56,139,253)"}
-_OTHER = "rgba(128,128,128,0.5)"
+_OTHER, _GROUND = "rgba(128,128,128,0.5)", "background:rgba(128,128,128,0.06)"
 
 
 class TranscriptView(doc.View):
@@ -320,7 +320,7 @@ def _size(text: str) -> str:
 
 def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
     head = doc.line(title) if title else ()
-    return doc.line(head, body, style=f"border-left:3px solid {edge};padding:1px 0 3px 8px;margin:6px 0")
+    return doc.line(head, body, style=f"border-left:3px solid {edge};padding:3px 8px 4px;margin:6px 0;{_GROUND}")
 
 
 def agent_loop(loop: AgentLoopBase) -> doc.Part:

@@ -181,7 +181,7 @@ function render({ model, el }) {
       below.hide();
       if (!start) {
         ({ columns, spans } = page);
-        figures = new Set(columns.filter((name) => name !== "tokens" && page.rows.every(({ cells }) => name === "row" || typeof cells[name] !== "string")));
+        figures = new Set(columns.filter((name) => !["tokens", "reward"].includes(name) && page.rows.every(({ cells }) => name === "row" || typeof cells[name] !== "string")));
         drawHeads();
         shown = []; group = null; before = ""; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
       }
@@ -231,7 +231,7 @@ function render({ model, el }) {
     if (figures.has(name)) cell.classList.add("wb-figure");
     if (name === "response" && value) cell.replaceChildren(under(name) && asked ? make("div", { class: "wb-asked" }, asked) : "", endsOf(said(value)));
     if (value === null || value === undefined) return cell;
-    if (name === "reward") cell.prepend(scaleOf(value, spans.reward));
+    if (name === "reward") cell.replaceChildren(scaleOf(value, spans.reward), make("span", { class: "wb-many" }, said(value)));
     if (name === "tokens" && row.strip?.levels.length) {
       cell.replaceChildren(make("span", { class: "wb-many" }, said(value)), stripOf(row.strip, value / spans.tokens[1]));
     }
