@@ -244,7 +244,7 @@ policy = c.place("data/tiny-arith", learner="fsdp", sampler="local", ranks=2, lr
 rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
 s = wb.Stepper(wb.recipes.grpo(policy, group_size=4, max_tokens=48), rows.batch(8)).run()"""
     book.cell("", code, "")
-    book.cell("cluster", "from IPython.display import display\n\ndisplay(c.status(), c.timeline)", "img")
+    book.cell("cluster", "from IPython.display import display\n\ndisplay(c.status(), c.timeline)", "text=Timeline")
     book.cell("", "c.close()", "")
 
 

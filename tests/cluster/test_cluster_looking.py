@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from workbench.cluster.timeline import Event, Timeline, ordered
 from workbench.runs.loop import StepReport
 from workbench.stages import Stage
 from workbench.steps.trace import STAGE, Trace, perform
-from workbench.views.clusters import timeline_figure
+from workbench.views.document import DOWN
 from workbench.widgets.layer import ClusterTable
 
 GIB = 1 << 30
@@ -100,34 +101,29 @@ def test_requests_are_spans_of_the_trace_and_a_lane_of_the_view() -> None:
     text, page = repr(made), made._repr_html_()
     assert "6 calls, 4 requests, 3 older requests are left out" in text and "waits 1.50 s, first token 2.00 s" in text
     assert "1 failed" in text and "\x1b" not in text and "<img src=x" not in page and not lint(page)
-    assert len(timeline_figure(made).axes[0].get_yticks()) == 3 + 3 + 2  # stages, workers, samplers
+    assert page.count("<tr>") == 1 + 3 + 3 + 3  # stages, workers, samplers and the one whose waits are known
+    assert "waiting for actor" in text and "waiting 3.00 s" in text
     assert "1 request in" in repr(Timeline((), asked[:1]))
 
 
-@pytest.mark.slow
-def test_the_picture_has_a_row_for_each_stage_and_worker() -> None:
+def test_the_view_has_a_lane_for_each_stage_and_worker() -> None:
     made = ordered(events())
-    figure = timeline_figure(made)
-    axes = figure.axes[0]
-    assert [text.get_text() for text in axes.get_yticklabels()] == [
-        "rollout",
-        "old_log_prob",
-        "update_actor",
-        "actor 0",
-        "rollout 0",
-        "rollout 1",
-    ]
-    bars = [collection.get_paths() for collection in axes.collections]
-    assert [len(paths) for paths in bars] == [2, 1, 1, 3, 2, 1]
-    box = bars[3][1].get_extents()  # learn, three seconds after the first call, two long
-    assert (box.x0, box.x1) == (3.0, 5.0)
-    page = made._repr_html_()
-    assert not lint(page) and "data:image/png" in page and "<img src=x" not in page
-    assert "stages: rollout 4.00 s" in repr(made) and "\x1b" not in repr(made)
+    text, page = repr(made), made._repr_html_()
+    names = ["stage rollout", "stage old_log_prob", "stage update_actor", "actor 0", "rollout 0", "rollout 1"]
+    assert [line.partition("│")[0].strip() for line in text.splitlines()[2:]] == names
+    strips = dict(zip(names, re.findall(r"linear-gradient\(90deg,([^\"]+)\)", page), strict=True))
+    pieces = [strip.count("rgba") for strip in strips.values()]
+    assert pieces == [2, 1, 1, 3, 2, 1]
+    start, end = (100 * seconds / 6.5 for seconds in (3, 5))  # learn, three seconds after the first call, two long
+    _, learn, lost = re.findall(r"(rgba\([\d,.]+\)) ([\d.]+)% ([\d.]+)%", strips["actor 0"])
+    assert abs(float(learn[1]) - start) < 1 and abs(float(learn[2]) - end) < 1
+    assert lost[0] == f"rgba({DOWN},1)" != learn[0], "what failed has a colour that nothing else has"
+    lane = text.splitlines()[-3].split("│")[1]
+    assert abs(lane.index("█") - 60 * 2 / 6.5) <= 1 and lane.endswith("█") and len(lane) == 60
+    assert not lint(page) and "<img src=x" not in page and "rollout 4.00 s" in text and "\x1b" not in text
     assert "nothing has run" in ordered([])._repr_html_()
-    many = ordered([Event(f"g{n}", 0, "h", "m", n / 1e4, n / 1e4 + 1e-5) for n in range(5_000)])
-    assert len(timeline_figure(many).axes[0].get_yticks()) == 64
-    assert "4936 more workers" in timeline_figure(many).axes[0].get_xlabel()
+    many = ordered([Event(f"g{n}", 0, "h", "m", n / 1e4, n / 1e4 + 1e-5) for n in range(5_000)])._repr_html_()
+    assert many.count("<tr>") == 1 + 64 and "and 4936 more" in many
 
 
 def status(again: Callable[[], ClusterStatus] | None = None) -> ClusterStatus:

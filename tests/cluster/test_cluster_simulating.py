@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ from support.lint import lint
 import workbench as wb
 from workbench.base.errors import RunError, SettingError
 from workbench.cluster.simulating import Layout, Rates, Simulated, _Clock, _fitted, _Replica, _Servers, simulate
-from workbench.views.clusters import simulation_figure
 
 
 def one(rates: Rates, steps: int = 10, **layout: Any) -> Simulated:
@@ -240,8 +240,12 @@ def test_what_it_looks_like() -> None:
     assert frame.index.tolist()[1:] == [one.title for one in layouts[1:]] and frame["speed-up"].iloc[0] == 1
     assert frame["s/step"].iloc[0] == pytest.approx(2.5) and len(made) == 3
     assert "<b>slow" not in page and "<i>hand" not in page and not lint(page) and "max_lag=2" in repr(made)
-    figure = simulation_figure(made)
-    assert [len(axes.get_yticks()) for axes in figure.axes] == [4, 4, 6]  # samplers (3 at most), rewards, learner, push
+    _, *charts = re.split(r" 0 to [\d.]+ s\n", repr(made))
+    lanes = [sum("│" in line for line in chart.splitlines()) for chart in charts]
+    assert lanes == [4, 4, 6]  # samplers (3 at most), rewards, learner, push
+    assert len(re.findall(r"0 to ([\d.]+) s", page)) == 3 and len({*re.findall(r"0 to ([\d.]+) s", page)}) == 1, (
+        "one axis"
+    )
     assert made[0].idle["learner"] == pytest.approx((1 - made[0].learner) * made[0].seconds)
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import accumulate, cycle
+from itertools import cycle, groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
+from workbench.base.activity import QueuedRequest
 from workbench.base.memory import gib
 from workbench.views import document as doc
-from workbench.views.curves import bare, cell_figure, colour, label, legend, png
+from workbench.views.curves import colour
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from workbench.base.activity import QueuedRequest
     from workbench.cluster.fitting import Fit
     from workbench.cluster.pools import Node, Plan
     from workbench.cluster.ranks import RayRanks
@@ -199,75 +196,98 @@ def fit(fit: Fit) -> doc.Part:
 
 # --- over time ----------------------------------------------------------------------------------
 
-LANE = 60
-"""Width of a worker's lane in the text of a timeline, in characters."""
-WORKERS = 64
-"""Most workers that the picture shows; a saved trace has all."""
-METHODS = 12
-"""Most method names in the picture's legend."""
-FINE = 2000
-"""Bars of one method less than this fraction of the whole apart are drawn as one bar."""
+LANE, PIECES = 60, 160
+"""Moments at which a lane is drawn: characters in a terminal, pieces on a page."""
+MOST = 64
+"""Most lanes of a timeline that are shown; a saved trace has all."""
 Span = tuple[str, float, float]
-"""(name, began, ended), in seconds since the first call."""
-_FAILED, _STAGE, _ANSWERED = "#c8553d", "#9aa3ad", "#4c9f70"
+"""(what, began, ended), in seconds since the first call."""
+_LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def lanes(lanes: Mapping[str, Sequence[Span]], whole: float, notes: Mapping[str, str] | None = None) -> doc.Table:
+    """Draw what happened in lanes of one axis of time, 0 to `whole` seconds, each with its seconds by name or its note.
+
+    How much of a lane happens at once is a height in a terminal; on a page it is the strength of the colour, which is that
+    of what began last. What has no colour of its own has failed.
+    """
+    names = dict.fromkeys(name for spans in lanes.values() for name, _, _ in spans if not name.endswith(_FAILED))
+    rows, shades = list[list[doc.Part]](), {name: _rgb(place) for place, name in enumerate(names)}
+    for lane, spans in lanes.items():
+        drawn = doc.Either(f"│{_heights(spans, whole)}│", _strip(spans, whole, shades))
+        seconds: dict[str, float] = defaultdict(float)
+        for name, began, ended in spans:
+            seconds[name] += ended - began
+        each = list[doc.Part]()
+        for name, total in seconds.items():
+            swatch = doc.Either(page=doc.Span("■ ", f"color:rgb({shades.get(name, doc.DOWN)})"))
+            each += [swatch, f"{doc.cut(name, 60)} {total:.2f} s  "]
+        rows.append([doc.cut(lane, 60), drawn, (notes or {}).get(lane) or each])
+    return doc.Table(["", f"0 to {whole:.3g} s", ""], rows, most=MOST)
+
+
+def _rgb(place: int) -> str:
+    return ",".join(map(str, bytes.fromhex(colour(place)[1:])))
+
+
+def _at_once(spans: Iterable[Span], whole: float, pieces: int) -> tuple[list[list[str]], int]:
+    """Return what is under way at each of evenly spaced moments, [pieces], and the most at one moment."""
+    moments: list[list[str]] = [[] for _ in range(pieces)]
+    for name, began, ended in spans:
+        first = min(int(began / whole * pieces), pieces - 1)
+        for moment in moments[first : max(int(ended / whole * pieces), first + 1)]:
+            moment.append(name)
+    return moments, max(map(len, moments)) or 1
+
+
+def _heights(spans: Iterable[Span], whole: float) -> str:
+    moments, most = _at_once(spans, whole, LANE)
+    return "".join(_LEVELS[-(-8 * len(names) // most)] for names in moments)
+
+
+def _strip(spans: Iterable[Span], whole: float, shades: Mapping[str, str]) -> doc.Span:
+    moments, most = _at_once(spans, whole, PIECES)
+    pieces = [f"rgba({shades.get(m[-1], doc.DOWN)},{len(m) / most:.2g})" if m else "transparent" for m in moments]
+    stops, place = list[str](), 0
+    for paint, run in groupby(pieces):
+        first, place = place, place + len(list(run))
+        stops.append(f"{paint} {100 * first / PIECES:.4g}% {100 * place / PIECES:.4g}%")
+    return doc.Span(
+        "", f"display:block;width:480px;max-width:50vw;height:12px;background:linear-gradient(90deg,{','.join(stops)})"
+    )
+
+
+_FAILED = ("(raised)", "(lost)", "(late)")
+"""How the names of calls end that did not end well."""
 
 
 def timeline(timeline: Timeline) -> doc.Part:
-    """Build the display of a `Timeline`: for each worker a lane of its calls with seconds per method, and for each
-    sampler a lane of its requests with their waits; in HTML a picture.
+    """Build the display of a `Timeline`: a lane for each stage, for each sampler's requests with their waits, and for each
+    worker's calls.
     """
     if not len(timeline) and not timeline.requests:
         return doc.line(doc.bold("Timeline: nothing has run"))
-    whole, lanes, stages = _times(timeline)
-    requests = _by_sampler(timeline)
-    width = max(len(name) for name in (*lanes, *requests))
-    drawn = [(name, _lane(spans, whole), _totals(spans)) for name, spans in lanes.items()]
-    drawn += [(name, _levels(found, timeline.start, whole), _waits(found)) for name, found in requests.items()]
-    lines = [f"  {name.ljust(width)} │{lane}│ {totals}" for name, lane, totals in drawn]
-    lines += [f"  stages: {_totals(span for spans in stages.values() for span in spans)}"] if stages else []
+    start, drawn, queues = (
+        timeline.start,
+        defaultdict[str, list[Span]](list),
+        defaultdict[str, list[QueuedRequest]](list),
+    )
+    for stage, began, ended in timeline.stages():
+        drawn[f"stage {stage}"].append((stage, began - start, ended - start))
+    for asked in timeline.requests:
+        queues[f"requests to {asked.queue}"].append(asked)
+        drawn[f"requests to {asked.queue}"].append(("request", asked.asked - start, (asked.ended or start) - start))
+        if asked.began is not None:
+            drawn[f"waiting for {asked.queue}"].append(("waiting", asked.asked - start, asked.began - start))
+    for call in sorted(timeline.events, key=lambda event: (event.group, event.rank)):
+        name = call.name if call.outcome == "done" else f"{call.name} ({call.outcome})"
+        drawn[f"{call.group} {call.rank}"].append((name, call.began - start, call.ended - start))
+    whole = max(1e-9, *(ended for spans in drawn.values() for _, _, ended in spans))
     counts = [doc.counted(len(timeline), "call")] if len(timeline) or not timeline.requests else []
     counts += [doc.counted(len(timeline.requests), "request")] if timeline.requests else []
     counts += [f"{timeline.left_out} older requests are left out"] if timeline.left_out else []
     title = f"Timeline: {', '.join(counts)} in {whole:.2f} s; .save(path) writes a Chrome trace"
-    return doc.line(doc.bold(title)), doc.Either(lines, doc.Image(lambda: png(timeline_figure(timeline)), title))
-
-
-def _lane(spans: Iterable[Span], whole: float) -> str:
-    return "".join("█" if count else " " for count in _counts(((a, b) for _, a, b in spans), whole))
-
-
-def _counts(spans: Iterable[tuple[float, float]], whole: float) -> list[int]:
-    """Count how many of the (began, ended) intervals are open at each of `LANE` evenly spaced moments."""
-    counts = [0] * LANE
-    for began, ended in spans:
-        first = min(int(began / whole * LANE), LANE - 1)
-        for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
-            counts[place] += 1
-    return counts
-
-
-def _totals(spans: Iterable[Span]) -> str:
-    totals: dict[str, float] = defaultdict(float)
-    for name, began, ended in spans:
-        totals[name] += ended - began
-    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in totals.items())
-
-
-_LEVELS = " ▁▂▃▄▅▆▇█"
-
-
-def _by_sampler(timeline: Timeline) -> dict[str, list[QueuedRequest]]:
-    """Group a timeline's requests by sampler: `requests to <sampler>` → its requests."""
-    queues: dict[str, list[QueuedRequest]] = defaultdict(list)
-    for one in timeline.requests:
-        queues[f"requests to {one.queue}"].append(one)
-    return queues
-
-
-def _levels(requests: Sequence[QueuedRequest], start: float, whole: float) -> str:
-    """Draw how many requests are open at each of `LANE` moments, as blocks of that height."""
-    counts = _counts(((one.asked - start, (one.ended or start) - start) for one in requests), whole)
-    return "".join(_LEVELS[-(-8 * count // max(*counts, 1))] for count in counts)
+    return doc.line(doc.bold(title)), lanes(drawn, whole, {name: _waits(one) for name, one in queues.items()})
 
 
 def _waits(requests: Sequence[QueuedRequest]) -> str:
@@ -285,100 +305,6 @@ def _waits(requests: Sequence[QueuedRequest]) -> str:
     return ", ".join([*words, tokens, *([f"{failed} failed"] if failed else [])])
 
 
-def _times(timeline: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list[Span]]]:
-    """Return (seconds of the whole timeline, worker → its calls, stage → its times)."""
-    start = timeline.start
-    lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    stages: dict[str, list[Span]] = defaultdict(list)
-    for call in timeline.events:
-        name = call.name if call.outcome == "done" else f"{call.name} ({call.outcome})"
-        lanes[call.group, call.rank].append((name, call.began - start, call.ended - start))
-    for stage, began, ended in timeline.stages():
-        stages[stage].append((stage, began - start, ended - start))
-    ends = [*(end.ended for end in timeline.events), *(end.ended or 0.0 for end in timeline.requests)]
-    return (
-        max(max(ends, default=0.0) - start, 1e-9),
-        {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)},
-        stages,
-    )
-
-
-def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw a timeline as a figure: a row per stage, then one per worker; colours are methods, red edges failed calls."""
-    from matplotlib.patches import Patch
-
-    whole, lanes, stages = _times(timeline)
-    kept = dict(list(lanes.items())[:WORKERS])
-    methods = list(dict.fromkeys(one.name for one in timeline.events))
-    colours = {name: colour(place) for place, name in enumerate(methods)}
-    queues = _by_sampler(timeline)
-    rows = [*stages, *kept, *queues]
-    figure = cell_figure(10.5, 0.27 * max(len(rows), 2) + 1.0, layout="constrained")
-    axes = figure.subplots()
-    above = dict.fromkeys(stages, _STAGE)
-    for place, spans in enumerate([*stages.values(), *kept.values()]):
-        _bars(axes, place, _merged(spans, whole), above if place < len(stages) else colours)
-    for place, requests in enumerate(queues.values(), len(stages) + len(kept)):
-        _concurrency(axes, place, requests, timeline.start)
-    if stages:
-        axes.axhline(len(stages) - 0.5, color="#666666", linewidth=0.8)
-    _rows(axes, rows)
-    axes.set_xlim(0, whole)
-    more = f"; {len(lanes) - WORKERS} more workers are left out" if len(lanes) > WORKERS else ""
-    axes.set_xlabel(f"seconds since the first call{more}", fontsize=8)
-    names = methods[:METHODS]
-    patches = [Patch(facecolor=colours[name]) for name in names]
-    words = [label(name, 30) for name in names]
-    if queues:
-        patches += [Patch(facecolor=_STAGE), Patch(facecolor=_ANSWERED)]
-        words += ["requests that wait", "requests answered"]
-    legend(figure, patches, words, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
-    return figure
-
-
-def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """Label a row for each name, the first on top."""
-    axes.set_yticks(range(len(names)), [label(name, 30) for name in names], fontsize=8, parse_math=False)
-    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
-    axes.set_axisbelow(True)
-    bare(axes, grid="x")
-
-
-def _concurrency(axes: Axes, row: int, requests: Sequence[QueuedRequest], start: float) -> None:
-    """Draw the number of open requests over time as a filled step of one row's height, those that still wait on top."""
-    changes: list[tuple[float, int, int]] = []
-    for request in requests:
-        begun = request.asked if request.began is None else request.began
-        marks = ((request.asked, 1, 1), (begun, 0, -1), (request.ended or request.asked, -1, 0))
-        changes += [(when - start, total, wait) for when, total, wait in marks]
-    changes.sort()
-    times = [when for when, _, _ in changes]
-    total, wait = list(accumulate(count for _, count, _ in changes)), list(accumulate(count for _, _, count in changes))
-    high = 0.76 / max(*total, 1)
-    base = row + 0.38
-    answered = [base - high * (all_ - waits) for all_, waits in zip(total, wait, strict=True)]
-    axes.fill_between(times, answered, base, step="post", color=_ANSWERED, linewidth=0)
-    axes.fill_between(times, [base - high * level for level in total], answered, step="post", color=_STAGE, linewidth=0)
-
-
-def _bars(axes: Axes, row: int, spans: Sequence[Span], colours: dict[str, str]) -> None:
-    known = [colours.get(name) or colours.get(name.rsplit(" (", 1)[0], _STAGE) for name, _, _ in spans]
-    edges = ["none" if name in colours else _FAILED for name, _, _ in spans]
-    pieces = [(began, max(ended - began, 0.0)) for _, began, ended in spans]
-    axes.broken_barh(pieces, (row - 0.38, 0.76), facecolors=known, edgecolors=edges, linewidths=1.4)
-
-
-def _merged(spans: Sequence[Span], whole: float) -> list[Span]:
-    """Join neighbouring bars that are too close to be seen apart."""
-    bars: list[Span] = []
-    for name, began, ended in spans:
-        if bars and bars[-1][0] == name and began - bars[-1][2] < whole / FINE:
-            bars[-1] = (name, bars[-1][1], max(bars[-1][2], ended))
-        else:
-            bars.append((name, began, max(ended, began + whole / FINE)))
-    return bars
-
-
 # --- what layouts would give ----------------------------------------------------------------------
 
 STEPS = 4
@@ -388,20 +314,17 @@ REPLICAS = 3
 
 
 def simulation(simulation: Simulation) -> doc.Part:
-    """Build the display of a `Simulation`: a table row for each layout, and what its parts do in the first steps."""
+    """Build the display of a `Simulation`: a table row for each layout, and what its parts do in the first steps, all on
+    one axis of time.
+    """
     rows = [[str(row["layout"]), *map(_cell, list(row.items())[1:])] for row in simulation.table()]
     header = [*(name for name in simulation.table()[0] if name != "layout")]
-    lines: list[str] = []
-    for result in simulation.results:
-        lanes, whole = _lanes(result)
-        width = max(map(len, lanes))
-        lines += [f"  {result.layout.title}, the first {whole:.3g} s"]
-        lines += [f"    {name.ljust(width)} │{_lane(spans, whole)}│" for name, spans in lanes.items()]
-    title = f"Simulation of {simulation.steps} steps, the same rows in each layout"
+    charts = [(result, *_first_steps(result)) for result in simulation.results]
+    whole = max(end for _, _, end in charts)
     return (
-        doc.line(doc.bold(title)),
+        doc.line(doc.bold(f"Simulation of {simulation.steps} steps, the same rows in each layout")),
         doc.Table(["layout", *header], rows),
-        doc.Either(lines, doc.Image(lambda: png(simulation_figure(simulation)), title)),
+        [(doc.line(doc.bold(result.layout.title)), lanes(drawn, whole)) for result, drawn, _ in charts],
         [doc.line(doc.faint(note)) for note in simulation.rates.notes],
     )
 
@@ -413,37 +336,12 @@ def _cell(pair: tuple[str, float | None]) -> doc.Part:
     return doc.number(value, ".3g" if name != "tokens/s" else ",.0f")
 
 
-def _lanes(result: Simulated) -> tuple[dict[str, list[Span]], float]:
-    """Return (lane → its stretches in the first steps, the seconds that these steps take)."""
-    learnt = result.spans.get("learner", [])
-    whole = max(learnt[min(STEPS, len(learnt)) - 1][2] if learnt else result.whole, 1e-9)
-    kept = {name: spans for name, spans in result.spans.items() if spans and _drawn(name)}
-    lanes = {name: [(what, a, min(b, whole)) for what, a, b in spans if a < whole] for name, spans in kept.items()}
-    return lanes, whole
-
-
-def _drawn(lane: str) -> bool:
-    kind, _, number = lane.partition(" ")
-    return kind != "sampler" or int(number) < REPLICAS
-
-
-def simulation_figure(simulation: Simulation) -> Figure:
-    """Draw a simulation as a figure: for each layout a chart of samplers, rewards, learner and pushes, all on one axis
-    of time.
-    """
-    simulated = [(result, *_lanes(result)) for result in simulation.results]
-    rows = sum(len(lanes) + 1.6 for _, lanes, _ in simulated)
-    figure = cell_figure(10.5, 0.27 * rows + 0.6, layout="constrained")
-    heights = [len(lanes) + 0.5 for _, lanes, _ in simulated]
-    charts = figure.subplots(len(simulated), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    colours = {"samples": colour(0), "scores": colour(2), "learner": colour(1), "push": _STAGE}
-    for axes, (result, lanes, _) in zip(charts, simulated, strict=True):
-        for row, (name, spans) in enumerate(lanes.items()):
-            key = name if name in colours else "scores" if name == "rewards" else "samples"
-            _bars(axes, row, [(key, began, ended) for _, began, ended in spans], colours)
-        _rows(axes, list(lanes))
-        title = label(f"{result.layout.title}: {result.seconds:.3g} s a step", 90)
-        axes.set_title(title, fontsize=9, loc="left", parse_math=False)
-    charts[-1].set_xlim(0, max(whole for _, _, whole in simulated))
-    charts[-1].set_xlabel(f"seconds; the first {STEPS} steps", fontsize=8)
-    return figure
+def _first_steps(result: Simulated) -> tuple[dict[str, list[Span]], float]:
+    """Return (lane → what it does, named by its kind, in the first steps; the seconds that these steps take)."""
+    learnt = result.spans.get("learner", [])[:STEPS]
+    drawn, end = dict[str, list[Span]](), max(learnt[-1][2] if learnt else result.whole, 1e-9)
+    for lane, spans in result.spans.items():
+        kind, _, number = lane.partition(" ")
+        if spans and (kind != "sampler" or int(number) < REPLICAS):
+            drawn[lane] = [(kind, began, min(ended, end)) for _, began, ended in spans if began < end]
+    return drawn, end
