@@ -89,7 +89,7 @@ def limits(model: str, rows: Sequence[int]) -> None:
         ]
         big, left, right = torch.zeros(1 << 26), torch.randn(1024, 1536).to(kind), torch.randn(1536, 1536).to(kind)
         for count in rows:
-            asked, found = requests(max(1, count // 8), 60, [24] * count), []
+            asked, found = requests(max(1, count // 8), 60, [48] * count), []
             states = [torch.randn(count, one.shape[1]).to(kind) for one in weights]
             for _ in range(3):
                 spent: dict[str, list[float]] = {"step": [], "draw": []}

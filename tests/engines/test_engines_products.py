@@ -12,13 +12,29 @@ from torch import Tensor, nn
 
 from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import products
-from workbench.engines.torch_internals import onednn_layout
+from workbench.engines.torch_internals import mkl_layout, onednn_layout
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+
+
+def _on(monkeypatch: pytest.MonkeyPatch, *, faster: bool = True) -> None:
+    """Let layers be as on processors where laid out weights are faster, and with `faster` plain float32 by oneDNN, too."""
+    monkeypatch.setattr(products, "LAYS", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(products, "FASTER", faster and torch.backends.mkldnn.is_available())
+
+
+def _kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The list of all weights that are laid out from now on."""
+    kept: list[Tensor] = []
+    monkeypatch.setattr(products, "onednn_layout", lambda weight: kept.append(onednn_layout(weight)) or kept[-1])
+    monkeypatch.setattr(products, "mkl_layout", lambda *given: kept.append(mkl_layout(*given)) or kept[-1])
+    return kept
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5), (2, 600), (1200,)])
 def test_a_layer_gives_what_torch_gives(bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    _on(monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32, bias=bias), nn.SiLU(), nn.Linear(32, 48, bias=bias))
     plain = copy.deepcopy(model).double()
@@ -38,7 +54,7 @@ def test_a_layer_gives_what_torch_gives(bias: bool, shape: tuple[int, ...], monk
 
 
 def test_frozen_weights_autocast_and_copies_are_as_those_of_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    _on(monkeypatch)
     torch.manual_seed(0)
     model, states = nn.Sequential(nn.Linear(128, 128)), torch.randn(128, 128, requires_grad=True)
     plain = copy.deepcopy(model)
@@ -57,14 +73,13 @@ def test_frozen_weights_autocast_and_copies_are_as_those_of_plain_layers(monkeyp
     assert plain(states.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_weights_laid_out_once_give_the_very_numbers(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+@pytest.mark.parametrize(("half", "faster"), [(False, True), (True, True), (True, False)])
+def test_weights_laid_out_once_give_the_very_numbers(half: bool, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _on(monkeypatch, faster=faster)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(576, 1536), nn.SiLU(), nn.Linear(1536, 192, bias=False), nn.Linear(192, 8))
     products.use_faster_products(model)
-    kept: list[Tensor] = []
-    monkeypatch.setattr(products, "onednn_layout", lambda weight: kept.append(onednn_layout(weight)) or kept[-1])
+    kept = _kept(monkeypatch)
     for rows in (1, 2, 3, 8, 17, 64, 100, 480):
         states = torch.randn(rows, 1, 576)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -78,8 +93,33 @@ def test_weights_laid_out_once_give_the_very_numbers(half: bool, monkeypatch: py
                 assert torch.equal(model(states), plain) and not kept
 
 
+@needs_mkl
+def test_mkl_lays_out_for_the_rows_that_stay_and_errs_no_more_than_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    _on(monkeypatch, faster=False)
+    torch.manual_seed(0)
+    model, many = nn.Sequential(nn.Linear(576, 1536)), torch.randn(480, 576)
+    truth = copy.deepcopy(model).double()(many.double())
+    products.use_faster_products(model)
+    kept = _kept(monkeypatch)
+
+    def error(out: Tensor) -> float:
+        return float((out - truth[: len(out)]).norm() / truth[: len(out)].norm())
+
+    with torch.no_grad():
+        most = 1.1 * error(model(many))
+        with products.weights_laid_out(model, 64, 100):
+            model(many[None])
+            assert not kept, "a prefill lays out nothing"
+            for rows, made in ((64, 1), (48, 2), (64, 3), (8, 4)):
+                model(many[:rows, None])
+                assert len(kept) == max(made - 1, 1), "rows that may soon be others wait"
+                for _ in range(products._STEPS):
+                    out = model(many[:rows])
+                assert len(kept) == made and error(out) <= most
+
+
 def test_laid_out_weights_are_of_the_thread_that_decodes_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    _on(monkeypatch)
     model = nn.Sequential(nn.Linear(576, 576, bias=False))
     products.use_faster_products(model)
     states = torch.randn(8, 576)
@@ -96,24 +136,37 @@ def test_laid_out_weights_are_of_the_thread_that_decodes_and_end_with_it(monkeyp
     assert not model(states).any()
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora_rank": 4}])
+@pytest.mark.parametrize(
+    ("settings", "faster"),
+    [
+        ({}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"lora_rank": 4}, True),
+        ({"dtype": "bfloat16"}, False),
+        pytest.param({}, False, marks=needs_mkl),
+        pytest.param({"lora_rank": 4}, False, marks=needs_mkl),
+    ],
+)
 def test_a_wave_samples_the_same_from_laid_out_weights(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "FASTER", torch.backends.mkldnn.is_available())
+    _on(monkeypatch, faster=faster)
     monkeypatch.setattr(products, "_LEAST", 1)
     monkeypatch.setattr(products, "_SMALL", 1)
-    kept: list[Tensor] = []
-    monkeypatch.setattr(products, "onednn_layout", lambda weight: kept.append(onednn_layout(weight)) or kept[-1])
+    kept = _kept(monkeypatch)
     engine = local("data/tiny-arith", device="cpu", self_check=False, **settings)
     lengths = (32, 3, 1, 30)
     asked = [
         Request((5, 6, 7 + row), SamplingSettings(max_tokens=count, ignore_eos=True), row)
         for row, count in enumerate(lengths)
     ]
-    sampled = [(sample.ids, sample.log_probs) for sample in engine.sample_many(asked)]
+    sampled = engine.sample_many(asked)
     assert kept
     kept.clear()
     monkeypatch.setattr(products, "_TOKENS", 1 << 30)
-    assert sampled == [(sample.ids, sample.log_probs) for sample in engine.sample_many(asked)]
+    near = (
+        0 if faster or "dtype" in settings else 1e-5
+    )  # of few rows torch has other kernels than MKL of laid out weights
+    for sample, plain in zip(sampled, engine.sample_many(asked), strict=True):
+        assert sample.ids == plain.ids and sample.log_probs == pytest.approx(plain.log_probs, rel=0, abs=near)
     assert not kept

@@ -120,3 +120,18 @@ def onednn_layout(weight: torch.Tensor) -> torch.Tensor:
     `torch.utils.mkldnn` turns whole modules."""
     found: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return found
+
+
+def mkl_product(
+    left: torch.Tensor, right: torch.Tensor, plain: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """left·rightᵀ + bias of float32 tensors [n, ..., K] with n rows in all, [N, K] from `mkl_layout` for n rows, and [N]; `plain`
+    is the weight itself. No public operation reads MKL's order."""
+    found: torch.Tensor = torch.ops.mkl._mkl_linear(left, right, plain, bias, len(left))
+    return found
+
+
+def mkl_layout(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """A copy of a float32 weight [N, K] in the order in which MKL reads it for a product with so many rows."""
+    found: torch.Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+    return found

@@ -91,6 +91,12 @@ def _norm(module: Any, states: Tensor) -> Tensor:
     return functional.rms_norm(states.float(), module.weight.shape, module.weight, module.variance_epsilon)
 
 
+def _cast(states: Tensor) -> Tensor:
+    """States in the type to which autocast would cast them for each linear layer that reads them."""
+    kind = states.device.type
+    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+
+
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary position embeddings to queries or keys [n, heads, D]; `sin` has the sign of its first half changed."""
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
@@ -103,7 +109,7 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Atten
     sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
     for block in inner.layers:
         attention, mlp = block.self_attn, block.mlp
-        normed = _norm(block.input_layernorm, states)
+        normed = _cast(_norm(block.input_layernorm, states))
         query, key, value = (
             projection(normed).view(len(tokens), -1, attention.head_dim)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -117,7 +123,7 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Atten
         query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
         layer = LayerCall(attention.layer_idx, query, key, value, attention.scaling, window)
         states = states + attention.o_proj(plan.attend(layer).reshape(len(tokens), -1))
-        normed = _norm(block.post_attention_layernorm, states)
+        normed = _cast(_norm(block.post_attention_layernorm, states))
         states = states + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
     return head.logits(_norm(inner.norm, states))
 

@@ -3,8 +3,9 @@
 On a CPU torch multiplies float32 by MKL, which uses AVX-512 on Intel's processors alone. oneDNN, by which torch multiplies
 bfloat16, uses it on AMD's, too, and takes about half the time. Both round in float32, in another order.
 
-oneDNN reads weights in an order of its own, and copies plain ones into it at each product. While many tokens are decoded
-these copies are kept (`weights_laid_out`): the numbers are the same to the last bit.
+Both read weights in an order of their own, and copy plain ones into it at each product. While many tokens are decoded these
+copies are kept (`weights_laid_out`). The numbers are the same to the last bit, but for MKL's with fewer than 16 rows, of
+which torch has other kernels: they are those of many rows then, and so those that scoring computes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.base.memory import available
-from workbench.engines.torch_internals import onednn_layout, onednn_product
+from workbench.engines.torch_internals import mkl_layout, mkl_product, onednn_layout, onednn_product
 
 _LEAST = 1 << 20
 """Multiplications below which oneDNN's start costs more than it saves (measured)."""
@@ -28,29 +29,30 @@ _SMALL = 1 << 16
 """Numbers of a weight below which a kept copy gains nothing in bfloat16."""
 _TOKENS = 25
 """Tokens up to which laying weights out takes longer than it saves (measured)."""
-_LAID: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("workbench_laid_out", default=None)
+_STEPS = 8
+"""Steps of as many rows after which MKL's order for so many rows is worth its copy (measured)."""
+_Laid = tuple[int, int, Tensor | None]
+"""Rows of a layer's last product (0: any number), products of so many rows before it, and the weight laid out for so many."""
+_LAID: ContextVar[dict[nn.Module, _Laid] | None] = ContextVar("workbench_laid_out", default=None)
 """The laid out weights of layers, of the thread that decodes."""
 _PROCESSORS = Path("/proc/cpuinfo")
-FASTER = (
-    torch.backends.mkldnn.is_available()
-    and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    and _PROCESSORS.is_file()
-    and "AuthenticAMD" in _PROCESSORS.read_text(encoding="utf-8")
-)
+LAYS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether laid out weights are faster on this machine's processor."""
+FASTER = LAYS and _PROCESSORS.is_file() and "AuthenticAMD" in _PROCESSORS.read_text(encoding="utf-8")
 """Whether oneDNN multiplies float32 faster than MKL on this machine's processor."""
 
 
 def use_faster_products(model: nn.Module) -> None:
-    """Let the linear layers of a model on a CPU multiply by `product`, where that is faster (`FASTER`)."""
-    for part in model.modules() if FASTER else ():
+    """Let the linear layers of a model on a CPU multiply by `product` and laid out weights, where that is faster."""
+    for part in model.modules() if LAYS else ():
         if type(part) is nn.Linear:
             part.__class__ = Linear
 
 
 @contextmanager
 def weights_laid_out(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
-    """Context manager: keeps each weight, once this thread has multiplied by it, in oneDNN's order until the end; the weights
-    must not change inside. Nothing is kept for a single row or few tokens, or where an eighth of the free memory would not do.
+    """Context manager: keeps each weight, once this thread has multiplied by it, in the library's order until the end; the
+    weights must not change inside. Nothing is kept for a single row or few tokens, or where an eighth of the free memory would not do.
     """
     half = torch.is_autocast_enabled("cpu")
     size = sum(part.weight.numel() for part in model.modules() if type(part) is Linear) * (2 if half else 4)
@@ -84,10 +86,13 @@ class Linear(nn.Linear):
             return super().forward(input)
         kept = None if torch.is_grad_enabled() else _LAID.get()
         if kept is not None and (kind := self._laid_out_in(input)) is not None:
+            if kind == torch.float32 and not FASTER:
+                return self._by_mkl(input, kept)
             if self not in kept:
-                kept[self] = onednn_layout(self.weight.detach().to(kind))
-            return onednn_product(input.to(kind), kept[self], None if self.bias is None else self.bias.to(kind))
-        if torch.is_autocast_enabled("cpu"):
+                kept[self] = (0, 0, onednn_layout(self.weight.detach().to(kind)))
+            laid = cast(Tensor, kept[self][-1])
+            return onednn_product(input.to(kind), laid, None if self.bias is None else self.bias.to(kind))
+        if not FASTER or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         run = _Product.apply if torch.is_grad_enabled() else product
         return cast(Tensor, run(input, self.weight, self.bias))
@@ -98,9 +103,21 @@ class Linear(nn.Linear):
         if torch.is_autocast_enabled("cpu"):
             halves = torch.get_autocast_dtype("cpu") == torch.bfloat16 and kinds <= {torch.bfloat16, torch.float32}
             return torch.bfloat16 if halves and self.weight.numel() >= _SMALL else None
-        # of a single row oneDNN multiplies plain float32 weights by another kernel
+        # of a single row oneDNN multiplies plain float32 weights by another kernel, and MKL lays out for no other number of rows
         same = kinds == {torch.float32} and size > self.in_features and size * self.out_features >= _LEAST
-        return torch.float32 if same else None
+        decodes = torch.backends.mkl.is_available() and size == len(states) * self.in_features
+        return torch.float32 if same and (FASTER or decodes) else None
+
+    def _by_mkl(self, states: Tensor, kept: dict[nn.Module, _Laid]) -> Tensor:
+        """The layer's output of states [n, ..., K], by a weight that is laid out for n rows at once, and again for another
+        number of rows after `_STEPS` of these."""
+        rows, count, laid = kept.get(self, (len(states), _STEPS, None))
+        if rows != len(states):
+            count, laid = 0, None
+        if laid is None and count >= _STEPS:
+            laid = mkl_layout(self.weight.detach(), len(states))
+        kept[self] = (len(states), count + 1, laid)
+        return super().forward(states) if laid is None else mkl_product(states, laid, self.weight, self.bias)
 
 
 class _Product(torch.autograd.Function):
