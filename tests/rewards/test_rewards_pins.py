@@ -250,7 +250,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     [
         (b"<<<<<<< HEAD\n", "resolve the git merge conflict: keep the lines of both sides"),
         (b'{"format": 4, "expec\n', "is not a pin; found JSONDecodeError"),
-        (b'{"format": 4, "expected": NaN, "response": "r"}\n', "JSON has no number NaN"),
+        (b'{"format": 4, "expected": NaN, "response": "r"}\n', "NaN is not a finite number"),
         (b"\xff\n", "is not a pin; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "is not a pin; found RecursionError"),
         (b"[1]\n", r"expected a JSON object; found \[1\]"),

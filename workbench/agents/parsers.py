@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any, cast
 from workbench.agents.protocol import FunctionCall, ToolParser
 from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, unknown
+from workbench.base.files import strict_json
 
 MAX_CALLS = 64
 """Limit of the calls in one text; later ones are left in the content."""
@@ -518,24 +518,9 @@ def read_json(text: str) -> Any:
     It also refuses what JSON readers treat differently: a name twice in an object, `NaN`, numbers that are not finite
     as a float, and more than `MAX_DEPTH` levels.
     """
-    value = json.loads(text, strict=False, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+    value = strict_json(text, unique=True, strict=False)
     if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    named = dict(pairs)
-    if len(named) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
-        raise ValueError(f"the JSON object has the name {twice!r} twice")
-    return named
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is not a finite number")
     return value
 
 

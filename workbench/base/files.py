@@ -8,6 +8,7 @@ have their size and crc32 in such a document. docs/files.md says which file is c
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -67,6 +68,34 @@ def memory_file(name: str) -> Iterator[tuple[BinaryIO, str]]:
     else:
         with tempfile.NamedTemporaryFile(prefix=name, buffering=0) as file:
             yield cast(BinaryIO, file), file.name
+
+
+# --- JSON ---------------------------------------------------------------------------------------
+
+
+def strict_json(text: str, *, unique: bool = False, strict: bool = True) -> Any:
+    """Parse JSON. Raises `ValueError` for what JSON does not have: `NaN`, infinities, and numbers too large for a float.
+
+    With `unique` also for a name that an object has twice, of which no value can be preferred. `strict` as in
+    `json.loads`: False allows line breaks in strings.
+    """
+    hook = _unique if unique else None
+    return json.loads(text, strict=strict, object_pairs_hook=hook, parse_constant=_finite, parse_float=_finite)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"the JSON object has the name {twice!r} twice")
+    return named
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits} is not a finite number")
+    return value
 
 
 # --- checksums ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import DataError, boundary, unknown
-from workbench.base.files import unsealed, write_bytes
+from workbench.base.files import strict_json, unsealed, write_bytes
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tsv", ".arrow", ".feather")
 LINE_LIMIT = 64 << 20
@@ -259,19 +259,8 @@ def parse(text: bytes, place: str) -> Any:
 
     It also raises for a line that workbench sealed with a checksum and that has changed since.
     """
-
-    def refuse(constant: str) -> Any:
-        raise DataError(f"{place}: {constant} is not valid in JSON")
-
-    def number(digits: str) -> float:
-        value = float(digits)
-        if value in (float("inf"), float("-inf")):
-            raise DataError(f"{place}: a number too large for a float", found=digits)
-        return value
-
     try:
-        plain = unsealed(text.decode(), place, DataError)
-        return json.loads(plain, parse_constant=refuse, parse_float=number)
+        return strict_json(unsealed(text.decode(), place, DataError))
     except DataError:
         raise
     except UnicodeDecodeError as cause:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
 import math
 import re
 import time
@@ -28,6 +27,7 @@ from workbench.base import runtime
 from workbench.base.config import Settings, require
 from workbench.base.distribution import optional
 from workbench.base.errors import RewardError, SettingError, WorkbenchError, describe, first_line
+from workbench.base.files import strict_json
 from workbench.engines.protocol import ChatModel, Classifier, Completion
 from workbench.rewards.base import BaseReward
 from workbench.rewards.runner import RateLimit
@@ -149,23 +149,10 @@ def _from_json(text: str) -> dict[str, Any] | None:
     if not stripped.startswith("{"):
         return None
     try:
-        record = json.loads(stripped, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        record = strict_json(stripped, unique=True)
     except (ValueError, RecursionError) as error:
         raise Unparseable("the judge's output, which begins with {", expected="a JSON object", found=error) from error
     return record if isinstance(record, dict) else None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object's pairs. Raises `ValueError` where a name occurs twice, as neither value can be
-    preferred."""
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        raise ValueError("the JSON object has a name twice; expected each name once")
-    return named
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"JSON has no number {name}")
 
 
 def delimited(text: str) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.base.errors import DataError, RewardError, boundary, describe, first_line, nearest
-from workbench.base.files import FORMAT, check_format, write_text
+from workbench.base.files import FORMAT, check_format, strict_json, write_text
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.io import decode, encode
@@ -597,7 +597,7 @@ def read_pins(path: Path) -> list[Pin]:
 
 def _parse_pin(place: str, raw: bytes) -> Pin:
     try:
-        document = json.loads(raw.decode(), parse_constant=_refused)
+        document = strict_json(raw.decode())
     except (ValueError, RecursionError) as cause:
         merge = raw[:7] in (b"<<<<<<<", b"=======", b">>>>>>>")
         do = "resolve the git merge conflict: keep the lines of both sides" if merge else "repair or delete the line"
@@ -606,10 +606,6 @@ def _parse_pin(place: str, raw: bytes) -> Pin:
         raise DataError(f"{place} is not a pin", expected="a JSON object", found=describe(document))
     with boundary(f"{place}: reading a pin", DataError):
         return _restored(place, decode(document))
-
-
-def _refused(constant: str) -> Any:
-    raise ValueError(f"JSON has no number {constant}")
 
 
 def _restored(place: str, document: dict[str, Any]) -> Pin:
