@@ -48,7 +48,7 @@ def _closing() -> Iterator[None]:
 @pytest.fixture
 def local(_closing: None) -> Cluster:
     """Four CPUs of this machine; the same call gives the same cluster while it is open."""
-    return connect(**things.SETTINGS)
+    return connect(**things.SETTINGS, start_seconds=patience(120))
 
 
 @pytest.fixture(scope="session")

@@ -315,7 +315,7 @@ sys.path.insert(0, sys.argv[1])
 import cluster_things as things
 from training import group, grpo
 from workbench.cluster import connect
-c = connect(cpus=2, object_store_memory=100 << 20)
+c = connect(cpus=2, object_store_memory=100 << 20, start_seconds=float(sys.argv[3]))
 where = group(c, 1)
 learner, pipe = grpo(where, sys.argv[2])
 where.start()
@@ -334,10 +334,11 @@ def test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_
     home.mkdir()
     kept = "RAY_prestart_worker_first_driver"
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == kept}
-    command = [sys.executable, "-c", KERNEL, str(HERE), str(tmp_path)]
+    command = [sys.executable, "-c", KERNEL, str(HERE), str(tmp_path), str(patience(120))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**without, "HOME": str(home)}) as kernel:
         assert kernel.stdout is not None
         session = kernel.stdout.readline().strip()
+        assert session, "the kernel ended without a cluster; its error stands in this test's output"
         members = discovery.of_session(session)
         assert len(members) >= 6
         token = home / ".ray" / "auth_token"

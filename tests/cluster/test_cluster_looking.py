@@ -230,7 +230,7 @@ def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, m
 
 @pytest.fixture(scope="module")
 def local() -> Cluster:
-    opened = connect(**shared.SETTINGS)
+    opened = connect(**shared.SETTINGS, start_seconds=patience(120))
     for group in list(opened.groups):  # what other files left
         group.close()
     return opened
