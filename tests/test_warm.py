@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from execnet.gateway_io import popen_bootstrapline
 from support import warm_starts
 from support.patience import within
 
@@ -86,6 +87,11 @@ def test_a_tests_own_program_begins_warm_where_its_first_line_says_so() -> None:
         with subprocess.Popen([sys.executable, "-c", first + code], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdout.read() == warm
             assert within(lambda process=process: process.poll() is not None) and process.returncode == 3
+
+
+def test_a_worker_that_runs_tests_begins_warm() -> None:
+    command = [sys.executable, "-u", "-c", popen_bootstrapline]
+    assert warm_starts.server_for(command, dict(os.environ)) == "main"
 
 
 def test_without_a_server_and_for_other_programs_it_is_an_ordinary_process(cold: None) -> None:

@@ -92,6 +92,8 @@ VLLM_PROGRAM = "vllm.entrypoints.openai.api_server"
 """vLLM's HTTP server begins warm as well, and forks the two processes that it would spawn."""
 WARM = "# warm\n"
 """First line of a test's program for `python -c` that begins warm."""
+XDIST = "import sys;exec(eval(sys.stdin.readline()))"
+"""Program of a worker that runs tests (execnet's `popen_bootstrapline`): it needs these imports as well."""
 CHILDREN = {
     "processes.py": "main",
     "worker.py": "main",
@@ -105,7 +107,7 @@ ROOMY = 4096
 _CHILD = "runpy.run_path(sys.argv[1])['_serve']"
 _LENGTH = struct.Struct(">I")
 _ANSWER_SECONDS = 300.0
-_Plain = subprocess.Popen
+_Plain = getattr(subprocess.Popen, "plain", subprocess.Popen)
 
 
 # --- who asks ---------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def server_for(words: list[str], env: dict[str, str]) -> str:
     if words[0] != sys.executable or words[1 : 1 + len(options)] != options or not rest:
         return ""
     if rest[0] == "-c":
-        if rest[1].startswith(WARM):
+        if rest[1] == XDIST or rest[1].startswith(WARM):
             return "main"
         files = [Path(word).name for word in rest[3:]] if _CHILD in rest[1] else []
         server = next((CHILDREN[name] for name in files if name in CHILDREN), "")
@@ -131,9 +133,11 @@ def server_for(words: list[str], env: dict[str, str]) -> str:
     return "main" if Path(rest[0]).name in PROGRAMS else ""
 
 
-class Chosen(subprocess.Popen):  # type: ignore[type-arg]
+class Chosen(_Plain):  # type: ignore[misc, valid-type]
     """`subprocess.Popen`; a fork of a warm server where the program is one of ours."""
 
+    plain = _Plain
+    """In a fork, whose server has replaced it too."""
     _end = -1
     """Handle from which a fork's exit code is read."""
     _code: int | None = None
