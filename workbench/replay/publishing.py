@@ -86,7 +86,9 @@ class Publication(Shown):
 
 
 def publish(run: Any, name: str, how: Mapping[str, Any], asked: Mapping[str, Any]) -> Publication:
-    """Upload a run's model with a card, as one commit: see `Run.publish`. `how` are the arguments of `save`, `asked` the others."""
+    """Upload a run's model with a card, as one commit: see `Run.publish`. `how` are the arguments of `save`, `asked`
+    the other arguments of `Run.publish`.
+    """
     from huggingface_hub.constants import ENDPOINT
 
     if not _NAME.fullmatch(name):

@@ -290,7 +290,7 @@ def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
     drawn = sorted(set(frame["step"][frame["kind"] == TRAINING]))
     held = sorted(set(frame["step"][frame["kind"] != TRAINING]))
     parts = [f"drawn in {len(drawn)} of {doc.counted(len(recorded), 'recorded step')}"] if drawn or not held else []
-    parts += [f"held out, sampled at {doc.counted(len(held), 'validation')}"] if held else []
+    parts += [f"a held-out prompt, sampled at {doc.counted(len(held), 'validation')}"] if held else []
     unknown = {row[STEP] for row in run.rows if row[STEP] > 0} - recorded
     parts += [f"no samples are kept of {doc.counted(len(unknown), 'other step')}"] if unknown and drawn else []
     return "; ".join(

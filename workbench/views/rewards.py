@@ -103,7 +103,7 @@ def rubric(rubric: Rubric) -> doc.Part:
 
 _ROWS = 50
 _AROUND = 160
-_FILLED = "the column that each argument gets"
+_FILLED = "what each argument of the function gets"
 _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
 
 

@@ -672,7 +672,7 @@ def tuning(tuning: Tuning) -> doc.Part:
         doc.Table(["phase", *header], phases, right=True),
         doc.line(doc.bold("The learning phases with other settings")),
         doc.Table(["learner", "setting", *header, ""], tried),
-        doc.line(doc.bold("To paste into the engine's call")),
+        doc.line(doc.bold("Settings to paste into the engine's call")),
         doc.block("\n".join(tuning.lines)),
     )
 

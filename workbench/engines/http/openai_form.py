@@ -77,7 +77,7 @@ def refusal_of(cause: Exception) -> Refusal:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for chat completions, checked."""
+    """A request for chat completions whose fields have been checked."""
 
     messages: tuple[dict[str, Any], ...]
     """Contents are texts; calls have their arguments as JSON text."""
