@@ -55,7 +55,7 @@ def comparison(diff: Comparison) -> doc.Part:
         doc.line(doc.small(reused)) if reused else (),
         doc.Table(["", "first", "second", "change"], changes),
         _changed(diff, shown),
-        doc.line(doc.small(f"and {left} more rows; .rows lists all of them")) if left else (),
+        doc.line(doc.small(f"and {left} more rows: .rows has them")) if left else (),
         doc.Either(page=doc.Fold(_FULL, lambda: _full(diff, [row.row for row in shown]))) if shown else (),
         only,
         _others(diff),
