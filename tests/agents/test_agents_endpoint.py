@@ -134,7 +134,7 @@ def test_refusals_are_openais_own_errors(client: Any) -> None:
         create(model="policy", messages=ASKED, tools=TOOLS, tool_choice=other)
     for form, tools, why in (
         ({"type": "xml"}, None, "expected type text, json_object, or json_schema"),
-        ({"type": "json_object"}, TOOLS, "cannot call; give tool_choice none"),
+        ({"type": "json_object"}, TOOLS, "cannot call a tool; set tool_choice to none"),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}, None, "type .no"),
     ):
         with pytest.raises(openai.BadRequestError, match=f"response_format.*{why}"):

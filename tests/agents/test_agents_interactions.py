@@ -103,7 +103,7 @@ def test_verls_list_names_duplicates_and_selection(tmp_path: Path) -> None:
         select_interaction(found, {"name": "sum"}, "row 3")
     with pytest.raises(DataError, match="have no name; expected one of gsm8k, sums"):
         select_interaction(found, {}, needed=True)
-    with pytest.raises(DataError, match="give rows without a user another agent"):
+    with pytest.raises(DataError, match="rows without a simulated user need another agent"):
         select_interaction(found, {})
     alone = {"sums": found["sums"]}
     assert select_interaction(alone, {"raw_prompt": "x"}) == (found["sums"], {}), "a single user speaks in every row"

@@ -164,5 +164,5 @@ def test_a_loop_of_verls_that_shows_tools_is_refused_too() -> None:
 
 def test_a_name_inside_another_word_is_not_that_tool() -> None:
     """`add` in the description of `address`, say: it stands there as a word, or it was not told."""
-    with pytest.raises(SettingError, match="of the tools add;"):
+    with pytest.raises(SettingError, match="the model the tools add;"):
         TurnTokens(tokenizer(FIRST), tools=list(reversed(TOOLS)))

@@ -74,7 +74,12 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "advantages changed sign",
         "equal nodes joined",
     ),
-    "108_harness": ("tokens are trained on", "largest difference: ", "held-out reward after", "the model's own"),
+    "108_harness": (
+        "tokens are trained on",
+        "largest difference: ",
+        "held-out reward after",
+        "not sampled by the model",
+    ),
     "109_distillation": (
         "teacher_log_prob",
         "probability, teacher",

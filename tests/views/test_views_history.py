@@ -70,7 +70,10 @@ def test_a_prompt_is_joined_over_its_draws_and_what_is_not_kept_is_said(run: wb.
     assert frame["response"].tolist() == ["it is 3", "it is 7", "it is 8", "it is 8"]
     assert frame["reward"].tolist() == [0.0, 1.0, 1.0, 1.0]
     said = made.text()
-    assert "mean reward 0.5 → 1  ▁█" in said and "drawn in 2 of 3 recorded steps; of 2 other steps no samples" in said
+    assert (
+        "mean reward 0.5 → 1  ▁█" in said
+        and "drawn in 2 of 3 recorded steps; no samples are kept of 2 other steps" in said
+    )
     lines = [line.split() for line in said.splitlines() if line.startswith("  step")]
     assert [line[1:3] for line in lines] == [["1", "0.5"], ["5", "1"]]
     page = made.html()

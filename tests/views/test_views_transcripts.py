@@ -60,14 +60,14 @@ def test_a_call_is_framed_with_its_result_and_the_template_is_folded() -> None:
     for fold in folds:
         before = html[: html.index(fold)]
         assert before.rindex("<summary") > max(before.rfind("</summary"), 0), f"{fold} is what unfolds it"
-    outside = html[html.index("</details>", html.index("reasoning: 2")) : html.index("calls as written")]
+    outside = html[html.index("</details>", html.index("reasoning: 2")) : html.index("tool calls as sampled")]
     assert (
         "I add." in outside
         and ">error</span>" in outside
         and "tool_call" not in outside
         and "no &lt;b&gt;sum" in outside
     )
-    assert ">template: " not in html, "the token that ends a turn stands in it"
+    assert ">template tokens: " not in html, "the token that ends a turn stands in it"
     assert list(view.frame["role"]) == ["assistant", "tool", "assistant"]
     drawn = wb.views.transcript(batch, 0, tokenizer=Words(), rendered=True).html()
-    assert "I add." in drawn and "tool_call" not in drawn.partition("calls as written")[0]
+    assert "I add." in drawn and "tool_call" not in drawn.partition("tool calls as sampled")[0]
