@@ -182,6 +182,7 @@ function render({ model, el }) {
       if (!start) {
         ({ columns, spans } = page);
         figures = new Set(columns.filter((name) => !["tokens", "reward"].includes(name) && page.rows.every(({ cells }) => name === "row" || typeof cells[name] !== "string")));
+        table.style.setProperty("--reward", `${Math.max(0, ...page.rows.map(({ cells }) => said(cells.reward).length))}ch`);
         drawHeads();
         shown = []; group = null; before = ""; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
       }
