@@ -82,6 +82,7 @@ def every_thing(text: str, run: wb.Run, folder: Path) -> dict[str, Any]:
     """Every object with a face, full of a text."""
     from workbench.compat import read_dump
     from workbench.steps.trace import Phase, Trace
+    from workbench.views.document import bar
     from workbench.widgets.display import Block
 
     batch = hostile_batch(text)
@@ -133,7 +134,7 @@ def every_thing(text: str, run: wb.Run, folder: Path) -> dict[str, Any]:
         "traces": run.traces,
         "summary": run.summary,
         "symptoms": run.symptoms,
-        "block": Block(text, 0.5),
+        "block": Block(bar(0.5, text)),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import workbench as wb
 from workbench.cluster.status import ClusterStatus, WorkerLine
 from workbench.jobs.pages import Pages, rendered
+from workbench.views.document import bar
 from workbench.widgets.chat import ChatFace
 from workbench.widgets.display import Block
 from workbench.widgets.layer import ClusterTable, CurvePlots, EpisodeFace, SamplesTable, StepperFace, TokenView
@@ -251,7 +252,7 @@ def _screens(folder: Path) -> dict[str, Screen]:
         "cluster": Screen(cluster(), ".wb table"),
         "chat": Screen(ChatFace(chat), ".wb-exchange"),
     }
-    training = Block("step 12/40  ·  reward 0.61  ·  KL 0.002", 0.3, ["1  the gradient norm jumped"])
+    training = Block(bar(0.3, "step 12/40  ·  reward 0.61  ·  KL 0.002"), ["1  the gradient norm jumped"])
     fixed = {
         "samples": samples, "tokens": tokens, "row": samples.row(0), "trace": trace, "comparison": s.compare(t),
         "divergence": wb.diverge(s, t), "pipeline": s.pipeline, "training": training, "stepper": s,

@@ -33,11 +33,11 @@ def test_the_first_line_names_the_place_in_as_many_digits_as_it_takes() -> None:
         "first divergence: phase old_log_prob, column old_log_probs, row 1 (uid u2), token 5: -0.5 against -0.5000002 "
         "(equal before: 1 phase, 4 columns)"
     )
-    marked = [line for line in lines if line.startswith("→")]
+    marked = [line for line in lines if line.strip().startswith("→")]
     assert len(marked) == 1 and marked[0].split() == ["→", "5", "13", "-0.5", "-0.5000002"]
     tokens = [line.split()[0] for line in lines[2:] if line.strip()[:1].isdigit()]
     assert tokens == ["1", "2", "3", "4", "6", "7"]
-    assert lines[-2:] == ["notes", "  old_log_prob.function: gsm8k → mine"]
+    assert lines[-2:] == ["  notes", "  old_log_prob.function: gsm8k → mine"]
 
 
 def test_what_follows_is_listed() -> None:
@@ -47,7 +47,7 @@ def test_what_follows_is_listed() -> None:
         "'no <b>answer</b>' against 'no <b>anger</b>'"
     )
     assert "later differences: 2 columns and metrics" in text
-    assert "  old_log_prob   old_log_probs  1 row, by up to 0.25" in text
+    assert "  old_log_prob  old_log_probs  1 row, by up to 0.25" in text
 
 
 def test_html_is_escaped_and_survives_the_sanitiser() -> None:

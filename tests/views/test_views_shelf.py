@@ -42,4 +42,6 @@ def test_pictures(batch: wb.DataProto) -> None:
     table = wb.views.what_if_table(asked)
     assert list(table.index) == ["cispo", "gpg"] and (table["cosine"] <= 1.0001).all() and (table["way"] > 0).all()
     drawn = wb.views.what_if_figure(asked)
-    assert len(drawn.axes) == 3 and [line.get_label() for line in drawn.axes[0].lines] == ["cispo", "gpg"]
+    assert len(drawn.axes) == 3 and [text.get_text() for text in drawn.legends[0].get_texts()] == ["cispo", "gpg"]
+    shown = [list(line.get_ydata()) for line in drawn.axes[0].lines[1::2]]
+    assert shown == [[one["actor/ppo_kl"] for one in made.other.metrics] for made in asked.values()]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from workbench.views import document as doc
-from workbench.views.tokens import TokenRow, coloured, span_of_values, stops
+from workbench.views.tokens import tokens
 
 if TYPE_CHECKING:
     from workbench.replay.chat import Answer, Chat
@@ -43,11 +42,6 @@ def _cell(answer: Answer | None) -> doc.Part:
 
 
 def answer_tokens(answer: Answer, tokenizer: Any) -> doc.Part:
-    """Show an answer's tokens, coloured by their log-probs, each with its numbers on hover; under them the scale's ends."""
+    """Show an answer's tokens, coloured by their log-probs, each with its numbers on hover, under a legend."""
     batch: Any = answer.batch
-    row = TokenRow(batch, len(batch) - 1, tokenizer)
-    quantity = row.quantity("log_prob")
-    span = span_of_values(quantity, [list(compress(row.values["log_prob"], row.own))])
-    swatch = f"display:inline-block;width:56px;height:8px;background:linear-gradient(90deg,{','.join(stops(quantity, span))})"
-    scale = doc.small(f"log-prob, nats: {span[0]:.4g} ", doc.Span("", swatch), f" {span[1]:.4g}")
-    return doc.wrapped(coloured(row, range(row.length), quantity, span)), doc.line(scale)
+    return tokens(batch, len(batch) - 1, "log_prob", tokenizer=tokenizer).document()

@@ -45,41 +45,27 @@ def cluster(cluster: Cluster) -> doc.Part:
 # --- plans ----------------------------------------------------------------------------
 
 _COLOURS = ("56,139,253", "46,160,67", "210,153,34", "163,113,247", "207,80,60", "57,197,207")
-_FRAME = "display:inline-block;vertical-align:top;margin:4px;padding:4px 8px;border:1px solid rgba(128,128,128,0.5);border-radius:6px"
-_BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px"
+_BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px;background:rgba("
 
 
 def plan(plan: Plan) -> doc.Part:
-    """Build the display of a `Plan`: a frame for each node with the processes placed on it, coloured by pool in HTML."""
+    """Build the display of a `Plan`: for each node what is free and the processes placed on it, coloured by pool in HTML."""
     each = f"{plan.cpus:g} CPUs" + (f" and {plan.gpus:g} GPUs" if plan.gpus else "")
     title = f"Plan: {len(plan.seats)} processes with {each} each on {len(plan.nodes)} nodes; nothing has started"
-    styles = {name: f"{_BOX};background:rgba({rgb},0.3)" for name, rgb in zip(plan.spec, cycle(_COLOURS), strict=False)}
-    labels, lines, frames = _labels(plan.nodes), [], []
+    colours = dict(zip(plan.spec, cycle(_COLOURS), strict=False))
+    roles = {name: f" ({', '.join(tasks)})" for name, tasks in plan.roles.items()}
+    labels, rows = _labels(plan.nodes), list[list[doc.Part]]()
     for node in plan.nodes:
-        has = f"{node.free_cpus:g} of {node.cpus:g} CPUs, {node.free_gpus:g} of {node.gpus:g} GPUs free"
-        ranks = {name: [str(seat.rank) for seat in plan.of(name) if seat.node == node.id] for name in plan.spec}
-        seats = [_seat(plan, name, ", ".join(seated)) for name, seated in ranks.items() if seated]
-        lines += _boxed(f" {labels[node.id]} ({has}) ", seats or ["nobody"])
-        boxes = [
-            doc.line(f"{name} {rank}", style=styles[name], title=_seat(plan, name, rank))
-            for name, seated in ranks.items()
-            for rank in seated
-        ]
-        head = doc.bold(labels[node.id]), doc.BREAK, doc.small(has), doc.BREAK
-        frames.append(doc.line(head, boxes or "nobody", style=_FRAME))
-    roles = [f"{name}: {', '.join(tasks)}" for name, tasks in plan.roles.items()]
-    return doc.line(doc.bold(title)), doc.Either(lines, (doc.line(frames), roles))
-
-
-def _seat(plan: Plan, name: str, ranks: str) -> str:
-    roles = ", ".join(plan.roles.get(name, ()))
-    return f"{name}: rank {ranks}{f' ({roles})' if roles else ''}"
-
-
-def _boxed(head: str, inside: Sequence[str]) -> list[str]:
-    width = max(len(head), *(len(one) + 2 for one in inside))
-    framed = (f"  │ {one.ljust(width - 1)}│" for one in inside)
-    return [f"  ┌{head.ljust(width, '─')}┐", *framed, f"  └{'─' * width}┘"]
+        free = f"{node.free_cpus:g} of {node.cpus:g} CPUs, {node.free_gpus:g} of {node.gpus:g} GPUs"
+        ranks = {name: [seat.rank for seat in plan.of(name) if seat.node == node.id] for name in colours}
+        words, boxes = list[str](), list[doc.Part]()
+        for name, seated in ranks.items():
+            words += [f"{name}: rank {', '.join(map(str, seated))}{roles.get(name, '')}"] if seated else []
+            style = f"{_BOX}{colours[name]},0.3)"
+            boxes += [doc.Span(f"{name} {rank}", style, title=f"{name}{roles.get(name, '')}") for rank in seated]
+        rows.append([doc.bold(labels[node.id]), free, doc.Either("; ".join(words) or "nobody", boxes or "nobody")])
+    tasks = doc.Either(page=[doc.line(name, words) for name, words in roles.items()])
+    return doc.line(doc.bold(title)), doc.Table(["node", "free", "processes"], rows, most=len(rows)), tasks
 
 
 # --- the state of a cluster ------------------------------------------------------------------------------
@@ -202,7 +188,6 @@ MOST = 64
 """Most lanes of a timeline that are shown; a saved trace has all."""
 Span = tuple[str, float, float]
 """(what, began, ended), in seconds since the first call."""
-_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def lanes(lanes: Mapping[str, Sequence[Span]], whole: float, notes: Mapping[str, str] | None = None) -> doc.Table:
@@ -214,7 +199,8 @@ def lanes(lanes: Mapping[str, Sequence[Span]], whole: float, notes: Mapping[str,
     names = dict.fromkeys(name for spans in lanes.values() for name, _, _ in spans if not name.endswith(_FAILED))
     rows, shades = list[list[doc.Part]](), {name: _rgb(place) for place, name in enumerate(names)}
     for lane, spans in lanes.items():
-        drawn = doc.Either(f"│{_heights(spans, whole)}│", _strip(spans, whole, shades))
+        moments, most = _at_once(spans, whole, LANE)
+        drawn = doc.Either(f"│{doc.heights(list(map(len, moments)), most)}│", _strip(spans, whole, shades))
         seconds: dict[str, float] = defaultdict(float)
         for name, began, ended in spans:
             seconds[name] += ended - began
@@ -238,11 +224,6 @@ def _at_once(spans: Iterable[Span], whole: float, pieces: int) -> tuple[list[lis
         for moment in moments[first : max(int(ended / whole * pieces), first + 1)]:
             moment.append(name)
     return moments, max(map(len, moments)) or 1
-
-
-def _heights(spans: Iterable[Span], whole: float) -> str:
-    moments, most = _at_once(spans, whole, LANE)
-    return "".join(_LEVELS[-(-8 * len(names) // most)] for names in moments)
 
 
 def _strip(spans: Iterable[Span], whole: float, shades: Mapping[str, str]) -> doc.Span:

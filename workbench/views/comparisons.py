@@ -12,9 +12,10 @@ import torch
 from workbench import functional as F
 from workbench.base.errors import PipelineError, unknown
 from workbench.dataproto.core import DataProto
+from workbench.runs.folder import STEP
 from workbench.stages.advantage import Advantage
 from workbench.views import document as doc
-from workbench.views.curves import WORDS, bare, cell_figure
+from workbench.views.curves import WORDS, bare, cell_figure, figure
 from workbench.views.rewards import question
 from workbench.views.sample_table import compared_row, object_at
 from workbench.views.tokens import TokenRow, tokens
@@ -78,19 +79,14 @@ def _full(diff: Comparison, rows: Sequence[int]) -> list[doc.Part]:
 
 
 def metrics_beside(first: Mapping[str, float], second: Mapping[str, float]) -> doc.Part:
-    """Show the metrics of two steps that have different rows; the main ones first, the others folded."""
-    lines = [[WORDS.get(key, key), *map(doc.number, pair), _change(*pair)] for key, pair in _pairs(first, second)]
-    main = sum(key in WORDS for key, _ in _pairs(first, second))
+    """Show the metrics that two steps with different rows both have; the main ones first, the others folded."""
+    main = [name for name in WORDS if name in first and name in second]
+    rest = [name for name in first if name in second and name not in WORDS]
+    pairs = {name: (first[name], second[name]) for name in (*main, *rest)}
+    lines = [[WORDS.get(name, name), *map(doc.number, pair), _change(*pair)] for name, pair in pairs.items()]
     header = ["metric", "first", "second", "change"]
-    others = doc.Table(header, lines[main:], most=len(lines))
-    return doc.Table(header, lines[:main]), doc.Fold(f"{len(lines) - main} other metrics", others)
-
-
-def _pairs(first: Mapping[str, float], second: Mapping[str, float]) -> list[tuple[str, tuple[float, float]]]:
-    """Return the metrics that both sides have as (name, (first, second)), the main ones first."""
-    names = [name for name in WORDS if name in first and name in second]
-    names += [name for name in first if name in second and name not in WORDS]
-    return [(name, (first[name], second[name])) for name in names]
+    others = doc.Table(header, lines[len(main) :], most=len(lines))
+    return doc.Table(header, lines[: len(main)]), doc.Fold(f"{len(rest)} other metrics", others)
 
 
 def _others(diff: Comparison) -> doc.Part:
@@ -173,31 +169,26 @@ def divergence(diff: RunDivergence) -> doc.Part:
     """Build the display of a `Divergence`: where two traces first differ, tokens around it, later differences, possible
     causes.
     """
-    later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in diff.later]
-    following = f"later differences: {len(later)}"
-    table = doc.Table(["phase", "column", "difference"], later, most=len(later))
-    text = f"{following} columns and metrics", doc.Table([""] * 3, later, most=12)
+    later: list[list[doc.Part]] = [[spread.phase or "", spread.column or "", _extent(spread)] for spread in diff.later]
+    table = doc.Table(["phase", "column", "difference"], later, most=_ROWS)
     texts = doc.Table(["first", "second"], [[doc.block(diff.first), doc.block(diff.second)]])
-    notes = doc.Table(["notes"], [[doc.cut(note, 400)] for note in diff.notes])
     return (
         doc.line(doc.bold(title(diff))),
         _tokens(diff.beside) if diff.beside else (),
         doc.Fold("both texts", texts) if diff.character is not None else (),
-        doc.Either(text, doc.Fold(following, table, opened=True)) if len(later) > 1 else (),
-        doc.Either(["notes", *(f"  {note}" for note in diff.notes)], notes) if diff.notes else (),
+        doc.Fold(f"later differences: {len(later)} columns and metrics", table, opened=True) if len(later) > 1 else (),
+        doc.Table(["notes"], [[doc.cut(note, 400)] for note in diff.notes]),
     )
 
 
 def _tokens(beside: Sequence[Beside]) -> doc.Part:
-    lines, rows = [f"  {'token':>7}  {'id':<15} {'first':>14} {'second':>14}"], []
+    rows = list[list[doc.Part]]()
     for pair in beside:
-        first, second = apart(pair.first, pair.second)
-        mark = "→" if pair.here else "*" if pair.differs else " "
-        lines.append(f"{mark} {pair.token:>7}  {_ids(pair):<15} {first:>14} {second:>14}")
-        cells: list[doc.Part] = [str(pair.token), _ids(pair), first, second]
+        mark = "→" if pair.here else "*" if pair.differs else ""
+        cells = list[doc.Part]([str(pair.token), _ids(pair), *apart(pair.first, pair.second)])
         cells = [doc.Span(cell, _MARK) for cell in cells] if pair.differs else cells
-        rows.append([doc.bold(cell) for cell in cells] if pair.here and pair.differs else cells)
-    return doc.Either(lines, doc.Table(["token", "id", "first", "second"], rows))
+        rows.append([mark, *(map(doc.bold, cells) if pair.here and pair.differs else cells)])
+    return doc.Table(["", "token", "id", "first", "second"], rows, right=True)
 
 
 def title(diff: RunDivergence) -> str:
@@ -417,18 +408,12 @@ def what_if_figure(
     results: Mapping[str, WhatIf], keys: Sequence[str] = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm")
 ) -> Figure:
     """Draw `keys` over the scratch updates of several results of `what_if`: a plot per metric, a curve per result."""
-    figure = cell_figure(10, 2.6, layout="constrained")
-    grid = figure.subplots(1, len(keys), squeeze=False)[0]
-    for axes, key in zip(grid, keys, strict=True):
-        for name, made in results.items():
-            values = [metrics.get(key) for metrics in made.other.metrics]
-            axes.plot(range(1, len(values) + 1), values, marker=".", linewidth=1.2, label=name)
-        axes.set_title(key, fontsize=9, loc="left")
+    rows = {name: [{STEP: n, **one} for n, one in enumerate(made.other.metrics, 1)] for name, made in results.items()}
+    name, first = next(iter(rows.items()))
+    drawn = figure(first, keys, name=name, others=dict(list(rows.items())[1:]), smooth=0, width=10)
+    for axes in drawn.axes:
         axes.set_xlabel("scratch update", fontsize=8)
-        bare(axes)
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    return figure
+    return drawn
 
 
 def values_figure(batch: DataProto, rows: int = 24) -> Figure:

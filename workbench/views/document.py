@@ -7,6 +7,7 @@ takes markup. A closed fold and a picture are in the HTML only; `Either` holds w
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -281,6 +282,11 @@ def number(value: Any, form: str = ".4g") -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """Format a number with its noun: `1 row`, `2 rows`. `many` is the plural where it is not `one` with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def heights(counts: Sequence[float], most: float) -> str:
+    """Draw counts as blocks of their height, from a blank for 0 to a full block for `most`."""
+    return "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / most)] for count in counts)
 
 
 def cut(text: object, limit: int) -> str:

@@ -430,7 +430,6 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
 ENOUGH = 1 << 18
 """Most elements of a column that are read; of a larger column evenly spaced rows are read, and the view says so."""
 _PIECES = 16
-_BLOCKS = " ▁▂▃▄▅▆▇█"
 _IDS = ("prompts", "responses", "input_ids", "position_ids")
 
 
@@ -480,12 +479,11 @@ def spark(values: torch.Tensor, low: float, high: float) -> str:
     equal.
     """
     if low == high:
-        return _BLOCKS[-1]
+        return doc.heights([1], 1)
     if not math.isfinite(high - low):
         return ""
     counts = torch.histc(values, 12, low, high)
-    levels = (counts / counts.max() * (len(_BLOCKS) - 1)).ceil().int().tolist()
-    return "".join(_BLOCKS[level] for level in levels)
+    return doc.heights(counts.tolist(), float(counts.max()))
 
 
 def _common(values: list[Any]) -> str:

@@ -26,7 +26,7 @@ from workbench.runs.folder import STEP, goes_on, strict
 from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import append_line, progress_line
 from workbench.views import curves
-from workbench.views.document import Image, Part, View, bar, block, html, line, small
+from workbench.views.document import Image, Part, View, bar, block, html, small
 from workbench.views.plots import Growing, Plots
 
 log = logging.getLogger("workbench")
@@ -74,27 +74,25 @@ def working_cell() -> progress.Show | None:
         return None
     from IPython.display import display
 
-    handle: Any = display(ProgressLine(""), display_id=True)
+    handle: Any = display(Block(""), display_id=True)
     log = progress.seldom(append_line)
 
     def show(line: str, share: float, over: bool) -> None:
-        handle.update(ProgressLine(small(line) if over else bar(share, f"{line} · ■ stops it")))
+        handle.update(Block(small(line) if over else bar(share, f"{line} · ■ stops it")))
         log(line, share, over)
 
     return show
 
 
-class ProgressLine(View):
-    """The progress of work in a cell: a bar with a line of text while the work runs, then the line alone. An interrupt
-    of the kernel stops the work.
-    """
+class Block(View):
+    """A view of progress: its parts, such as a bar with a line of text while work runs, and the symptoms so far."""
 
-    def __init__(self, shown: Part) -> None:
-        self._shown = shown
+    def __init__(self, *parts: Part) -> None:
+        self._parts = parts
 
     def document(self) -> Part:
         """Build the display."""
-        return self._shown
+        return self._parts
 
 
 class LiveDisplay:
@@ -202,12 +200,12 @@ class LiveDisplay:
         """Display the progress block in the cell, and below it a place for the curves."""
         from IPython.display import display
 
-        self._block = display(Block(self.line, 0.0), display_id=True)
-        self._image = display(Block("curves follow", 0.0), display_id=True)
+        self._block = display(Block(bar(0.0, self.line)), display_id=True)
+        self._image = display(Block(bar(0.0, "curves follow")), display_id=True)
 
     def show(self, line: str, share: float) -> None:
         """Update the progress block: its text `line`, its bar filled to `share` (0 to 1), and the symptoms."""
-        self._block.update(Block(line, share, self.notes()))
+        self._block.update(Block(bar(share, line), self.notes()))
 
     def draw(self, png: bytes) -> None:
         """Replace the displayed curves by a PNG."""
@@ -268,7 +266,7 @@ class TrainingPanel(LiveDisplay):
         self._stop = ipywidgets.Button(description="stop", tooltip="end after the present step, save a checkpoint")
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
-        self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
+        self._bar = ipywidgets.HTML(Block(bar(self.share, self.line)).html())
         growing = Growing(self._plots)
         self._curves, self._cover = shows(growing, "widget"), shows(growing, "cover")
         if self.path is not None:  # the cell itself would be refused: there is a run in its folder
@@ -295,7 +293,7 @@ class TrainingPanel(LiveDisplay):
 
     def show(self, line: str, share: float) -> None:
         """Update the progress bar, and at most every `STATIC_EVERY` seconds the static form."""
-        self._bar.value = Block(line, share).html()  # the curves list the symptoms
+        self._bar.value = Block(bar(share, line)).html()  # the curves list the symptoms
         if self._shown - self._refreshed >= STATIC_EVERY:
             self._refreshed = self._shown
             self._handle.update(self)
@@ -319,7 +317,7 @@ class TrainingPanel(LiveDisplay):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """Return the static form: progress, symptoms and the curves as a picture."""
-        shown = Block(self.status(), self.share, self.notes())
+        shown = Block(bar(self.share, self.status()), self.notes())
         where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
         moment = () if self._over else block(f"The state when the notebook was saved; {where} has the present state.")
         drawn = self.picture()
@@ -339,17 +337,6 @@ class PanelOutput(NamedTuple):
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         shown = {"application/vnd.jupyter.widget-view+json": view} if self.model_id else {}
         return {**shown, "text/html": "", "text/plain": ""}
-
-
-class Block(View):
-    """A view of training progress: a bar with a line of text, and under it one line for each symptom."""
-
-    def __init__(self, line: str, share: float, notes: Sequence[str] = ()) -> None:
-        self._line, self._share, self._notes = line, share, list(notes)
-
-    def document(self) -> Part:
-        """Build the display: the progress bar, and below it a line for each symptom."""
-        return bar(self._share, self._line), [line(note) for note in self._notes]
 
 
 def run_tensorboard(run: Run) -> str:
