@@ -24,9 +24,10 @@ from workbench import cli
 from workbench.base.activity import HERE, Queue
 from workbench.base.errors import SettingError
 from workbench.base.runtime import Control
+from workbench.cluster.status import WorkerLine
 from workbench.jobs import health as page
 from workbench.jobs import runner, train
-from workbench.jobs.health import Doing, Watcher, exposition, peak
+from workbench.jobs.health import Watcher, exposition, peak
 from workbench.jobs.runner import OK, run_notebook
 from workbench.runs.folder import read_metrics
 
@@ -204,7 +205,10 @@ def test_a_job_hands_the_port_to_its_notebook(
 
 
 def test_workers_symptoms_and_failures_are_shown(pipe: tuple[Any, Gate], tmp_path: Path) -> None:
-    workers = [Doing("actor", 0, "learn", 3.5, 1 << 30), Doing("sampler", 1, "does not answer", None, None)]
+    workers = [
+        WorkerLine("actor", 0, 7, "a", "", "", 1 << 30, "learn", 0, seconds=3.5),
+        WorkerLine("sampler", 1, 8, "a", "", "", None, "does not answer", 0),
+    ]
     made = Watcher(tmp_path, pipe[0], Control(), workers=lambda: workers)
     assert made.look().state == "starting"
     made.on_start(1, 5)
@@ -219,6 +223,7 @@ def test_workers_symptoms_and_failures_are_shown(pipe: tuple[Any, Gate], tmp_pat
     made.on_end(ValueError("boom\nmore"))
     look = made.look()
     assert not look.ok and (look.state, look.why) == ("failed", "ValueError: boom") and look.mfu is None
+    assert next((one["group"], one["doing"]) for one in look.to_dict()["workers"]) == ("actor", "learn")
     found = families(exposition(look).decode())
     assert found["workbench_worker_seconds"] == {("learn", "actor", "0"): 3.5, ("does not answer", "sampler", "1"): 0.0}
     assert found["workbench_worker_resident_bytes"] == {("actor", "0"): float(1 << 30)}

@@ -36,6 +36,7 @@ from workbench.base.loopback import STILL, HttpRequest, Text, from_another_page,
 from workbench.base.memory import gib
 from workbench.base.runtime import Control
 from workbench.cluster import session
+from workbench.cluster.status import WorkerLine
 from workbench.cluster.timeline import ordered
 from workbench.engines.local_engine.loading import parameters
 from workbench.engines.protocol import Described, Located
@@ -68,19 +69,6 @@ _SHOWN = (
     "val/reward",
 )
 """Metrics of the last row that the page has; `/metrics` has all."""
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What one worker of a cluster is doing now, for how long, and how much memory it holds."""
-
-    group: str
-    rank: int
-    doing: str
-    """A method, `idle`, or `does not answer`."""
-    seconds: float | None
-    resident: int | None
-    """Bytes in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,7 +117,7 @@ class Health(doc.View):
     symptoms: Sequence[Symptom] = ()
     row: Mapping[str, float] = field(default_factory=dict)
     """The last metrics row."""
-    workers: Sequence[Doing] = ()
+    workers: Sequence[WorkerLine] = ()
 
     @property
     def ok(self) -> bool:
@@ -140,7 +128,8 @@ class Health(doc.View):
         """Return the state as plain values for JSON."""
         phases = [{"stage": name, "seconds": seconds} for name, seconds in self.phases]
         symptoms = [{"name": one.name, "found": one.found, "since": one.since} for one in self.symptoms]
-        return asdict(self) | {"ok": self.ok, "phases": phases, "symptoms": symptoms}
+        workers = [{"doing": one.state, **asdict(one)} for one in self.workers]
+        return asdict(self) | {"ok": self.ok, "phases": phases, "symptoms": symptoms, "workers": workers}
 
     def document(self) -> doc.Part:
         """Build the display: the state first, then tables of stages, queues, workers and metrics."""
@@ -171,6 +160,10 @@ class Health(doc.View):
             ]
             for name, entry in self.queues.items()
         ]
+        workers = [
+            [one.group, str(one.rank), one.state, f"{doc.number(one.seconds, '.0f')} s", gib(one.resident or 0)]
+            for one in self.workers
+        ]
         metrics = [[name, doc.number(self.row[name])] for name in _SHOWN if name in self.row]
         return (
             doc.line(doc.bold(f"{self.state}: {self.run}"), f", {self.seconds:.0f} s since the start"),
@@ -183,7 +176,7 @@ class Health(doc.View):
             doc.pairs(facts),
             doc.Table(["stage", "now", "seconds of all steps"], _stages(self)),
             doc.Table(["asked", "waiting", "running", "done", "failed", "waits", "answer after"], queues),
-            doc.Table(["group", "rank", "does", "for", "memory"], _workers(self)),
+            doc.Table(["group", "rank", "does", "for", "memory"], workers),
             doc.Table(["metric", "last row"], metrics),
         )
 
@@ -193,13 +186,6 @@ def _stages(look: Health) -> list[list[doc.Part]]:
     whole, now = max(sum(look.stage_seconds.values()), 1e-9), dict(look.phases)
     running = {name: doc.bold(f"{seconds:.1f} s") for name, seconds in now.items()}
     return [[name, running.get(name, ""), doc.bar(one / whole, f"{one:.1f}")] for name, one in stages.items()]
-
-
-def _workers(look: Health) -> list[list[str]]:
-    return [
-        [one.group, str(one.rank), one.doing, f"{doc.number(one.seconds, '.0f')} s", gib(one.resident or 0)]
-        for one in look.workers
-    ]
 
 
 def _mean(total: float, count: int) -> str:
@@ -220,7 +206,7 @@ class Watcher:
     stalled: float = STALLED
     least: float = LEAST
     first: float = FIRST
-    workers: Callable[[], Sequence[Doing]] = tuple
+    workers: Callable[[], Sequence[WorkerLine]] = tuple
 
     def __post_init__(self) -> None:
         self._began, self._read = time.monotonic(), 0
@@ -395,7 +381,8 @@ def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
     """Yield (name, kind, help, samples) for each metric. A sample is its labels and a value; of a summary the count and
     the sum.
     """
-    queues, workers = look.queues.items(), look.workers
+    queues = look.queues.items()
+    workers = [({"group": one.group, "rank": str(one.rank)}, one) for one in look.workers]
     yield "run", "info", "The run.", [({"run": look.run, "peak": look.peak_source}, 1)]
     states = [({"state": state}, state == look.state) for state in STATES]
     yield "state", "gauge", "1 for the state that the training is in.", states
@@ -436,15 +423,9 @@ def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
     yield "policy_version", "gauge", "Policy version of a learner.", versions
     begun = [({"symptom": entry.name}, entry.since) for entry in look.symptoms]
     yield "symptom_since_step", "gauge", "A symptom and the step in which it was first seen.", begun
-    doing = [
-        ({"group": entry.group, "rank": str(entry.rank), "doing": entry.doing}, entry.seconds or 0) for entry in workers
-    ]
+    doing = [({**labels, "doing": one.state}, one.seconds or 0) for labels, one in workers]
     yield "worker_seconds", "gauge", "What a worker does, and for how long.", doing
-    held = [
-        ({"group": entry.group, "rank": str(entry.rank)}, entry.resident)
-        for entry in workers
-        if entry.resident is not None
-    ]
+    held = [(labels, one.resident) for labels, one in workers if one.resident is not None]
     yield "worker_resident_bytes", "gauge", "Memory of a worker.", held
     row = [({"name": name}, value) for name, value in look.row.items() if math.isfinite(value)]
     yield "metric", "gauge", "The last metrics row of the run, by name.", row
@@ -505,7 +486,7 @@ class HealthPage:
         self.url = ""
         self._watcher: Watcher | None = None
         self._lock = threading.Lock()
-        self._workers: tuple[float, Sequence[Doing]] = (0.0, ())
+        self._workers: tuple[float, Sequence[WorkerLine]] = (0.0, ())
 
     def watching(self, watcher: Watcher) -> Watcher:
         """Show this training from now on; returns `watcher`, which the loop has to get as an observer."""
@@ -513,19 +494,18 @@ class HealthPage:
         self._watcher = watcher
         return watcher
 
-    def _doing(self) -> Sequence[Doing]:
+    def _doing(self) -> Sequence[WorkerLine]:
         """Return what the workers of the open cluster are doing; they are asked at most every `REFRESH` seconds."""
         with self._lock:
             when, known = self._workers
             if session.opened() is None or (time.monotonic() - when < REFRESH and known):
                 return known
             try:
-                lines = session.opened().status().workers  # type: ignore[union-attr]
+                known = session.opened().status().workers  # type: ignore[union-attr]
             except WorkbenchError:  # it was closed meanwhile
                 return known
-            found = [Doing(one.group, one.rank, one.state, one.seconds, one.resident) for one in lines]
-            self._workers = time.monotonic(), found
-            return found
+            self._workers = time.monotonic(), known
+            return known
 
     def answer(self, request: HttpRequest) -> tuple[int, Any]:
         """Answer one HTTP request: returns (status, body)."""

@@ -10,10 +10,11 @@ A run's or a dump's samples as text, for a look in a terminal: what `workbench s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape as quoted
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -40,6 +41,8 @@ DRAWN = 8
 ROWS = 8
 """Samples of a step that have a page of their own in a written folder: the worst."""
 Query = Mapping[str, Sequence[str]]
+Below = Mapping[str, Sequence[tuple[str, str]]]
+"""What they are → (words, path) of some pages."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Section:
     """One part of a page under its title: static HTML, and on a served page a widget in its place."""
 
     title: str
-    html: Callable[[], str]
+    html: Callable[[], str | None]
     """Its static form: HTML in which all text is escaped."""
     shown: Shown | None = None
     """What a served page has in its place: the widget of this."""
@@ -62,6 +65,8 @@ class Page:
     sections: Sequence[Section]
     trail: Sequence[tuple[str, str]] = ()
     """(words, path) of the pages above it."""
+    below: Below = field(default_factory=dict)
+    """The pages that it leads to."""
     live: Callable[[], str] | None = None
     """Of a page that may change: gives a text that changes with it, empty once it no longer will."""
 
@@ -123,7 +128,7 @@ class Pages:
         if rest == "index.html":
             return self._run(name, run, trail[:1])
         if rest == "diagnosis.html":
-            return Page(path, f"{name}: diagnosis", [Section("diagnosis", lambda: _html(run.diagnose()))], trail)
+            return Page(path, f"{name}: diagnosis", [Section("diagnosis", lambda: run.diagnose()._repr_html_())], trail)
         if rest.startswith("val_"):
             step = _number(rest, "val_", ".html")
             return Page(path, f"{name}: held-out samples of step {step}", [self._table(run.val(step))], trail)
@@ -146,7 +151,8 @@ class Pages:
         sections = [Section("runs", lambda: self._listed(page, runs, chosen))]
         if any(run.rows for run in opened.values()):
             sections.append(_curves(opened, {name: Run(path) for name, path in reversed(runs.items())}))
-        return Page(page, str(self.source.name), sections, live=lambda: "".join(_stamp(run) for run in opened.values()))
+        below = {"runs": [(name, f"{name}/index.html") for name in reversed(runs)]}
+        return Page(page, self.source.name, sections, (), below, lambda: "".join(map(_stamp, opened.values())))
 
     def _listed(self, page: str, runs: Mapping[str, Path], chosen: Sequence[str]) -> str:
         """Render the table of runs; on a served page with boxes that choose whose curves are drawn."""
@@ -167,37 +173,32 @@ class Pages:
     def _run(self, name: str, run: Run, trail: Sequence[tuple[str, str]]) -> Page:
         page, steps = f"{name}/index.html", sorted(run.traces, reverse=True)
         held = sorted(step_files(run.path / "val"), reverse=True)
-        further = [
-            ("diagnosis", [("what is probably wrong, and what to change", f"{name}/diagnosis.html")]),
-            ("recorded steps", [(str(step), _step_path(name, step)) for step in steps]),
-            ("held-out samples", [(f"after step {step}", f"{name}/val_{step:06d}.html") for step in held]),
-        ]
+        below = {
+            "diagnosis": [("what is probably wrong, and what to change", f"{name}/diagnosis.html")],
+            "recorded steps": [(str(step), _step_path(name, step)) for step in steps],
+            "held-out samples": [(f"after step {step}", f"{name}/val_{step:06d}.html") for step in held],
+        }
         sections = [
-            Section("run", lambda: _html(run)),
-            Section("look at", lambda: "".join(self._links(page, what, found) for what, found in further if found)),
-            Section("symptoms", lambda: _html(run.symptoms)),
+            Section("run", run._repr_html_),
+            self._look_at(page, below),
+            Section("symptoms", lambda: run.symptoms._repr_html_()),
         ]
         if run.rows:
             sections.insert(1, _curves({name: run}))
-        return Page(page, name, sections, trail, live=lambda: _stamp(run))
+        return Page(page, name, sections, trail, below, lambda: _stamp(run))
 
     def _step(self, name: str, run: Run, step: int, trail: Sequence[tuple[str, str]]) -> Page:
         page, trace = _step_path(name, step), run.traces[step]
         folder = page.removesuffix("index.html")
         worst = samples(trace).selected[:ROWS]
         before = _before(run, step)
-        further = [("samples in full, with tokens", [(f"row {row}", f"{folder}row_{row}.html") for row in worst])]
-        if before is not None:
-            further.append(("compare this step", [(f"with step {before}", f"{folder}compare.html")]))
-        sections = [
-            Section("phases", lambda: _html(trace)),
-            self._table(trace),
-            Section(
-                "look at",
-                lambda: "".join(self._links(page, *one) for one in further) + self._choices(f"{name}/{step}"),
-            ),
-        ]
-        return Page(page, f"{name}: step {step}", sections, trail)
+        below = {
+            "samples in full, with tokens": [(f"row {row}", f"{folder}row_{row}.html") for row in worst],
+            "compare this step": [] if before is None else [(f"with step {before}", f"{folder}compare.html")],
+        }
+        forms = self._choices(f"{name}/{step}")
+        sections = [Section("phases", trace._repr_html_), self._table(trace), self._look_at(page, below, forms)]
+        return Page(page, f"{name}: step {step}", sections, trail, below)
 
     def _choices(self, here: str) -> str:
         """Render the forms of a served page that open any row of the step, or compare with any recorded step; "" in a
@@ -219,8 +220,7 @@ class Pages:
         first, second = Run(runs[name]).traces[int(number)], Run(runs[mine[0]]).traces[mine[1]]
         title = f"{other} → {mine[0]}/{mine[1]}"
         try:
-            found = compare(first, second)
-            sections = [Section("the same rows, compared", lambda: _html(found))]
+            sections = [Section("the same rows, compared", compare(first, second)._repr_html_)]
         except WorkbenchError as error:
             why = doc.block(first_line(error, 400))
             sections = [
@@ -233,9 +233,10 @@ class Pages:
     # --- samples --------------------------------------------------------------------------------
 
     def _dump(self) -> Page:
-        links = [(f"row {row}", f"row_{row}.html") for row in samples(self.dump).selected[:ROWS]]
-        further = Section("look at", lambda: self._links("index.html", "samples in full", links))
-        return Page("index.html", self.source.name, [self._table(self.dump), further])
+        worst = samples(self.dump).selected[:ROWS]
+        below = {"samples in full": [(f"row {row}", f"row_{row}.html") for row in worst]}
+        sections = [self._table(self.dump), self._look_at("index.html", below)]
+        return Page("index.html", self.source.name, sections, below=below)
 
     def _table(self, thing: Any, title: str = "samples") -> Section:
         shown = samples(thing, rows=ROWS)
@@ -261,24 +262,18 @@ class Pages:
         there = self.written is None or path in self.written
         return link(page, words, path) if there else doc.escape(words)
 
-    def _links(self, page: str, what: str, found: Sequence[tuple[str, str]]) -> str:
-        return f"<p>{doc.escape(what)}: {' · '.join(self._link(page, *one) for one in found)}</p>"
+    def _look_at(self, page: str, below: Below, forms: str = "") -> Section:
+        """Make the section of links to the pages below a page."""
 
-    def paths(self) -> Iterator[str]:
-        """Yield the paths of all pages of a written folder, each after the pages that it links to."""
-        if self.dump is not None:
-            yield from (f"row_{row}.html" for row in samples(self.dump).selected[:ROWS])
-        for name, folder in reversed(self.runs().items()):
-            run = Run(folder)
-            for step in sorted(run.traces, reverse=True):
-                page = _step_path(name, step)
-                above = page.removesuffix("index.html")
-                yield from (f"{above}row_{row}.html" for row in _worst(run, step))
-                yield from [f"{above}compare.html"] * (_before(run, step) is not None)
-                yield page
-            yield from (f"{name}/val_{step:06d}.html" for step in step_files(run.path / "val"))
-            yield from (f"{name}/diagnosis.html", f"{name}/index.html")
-        yield "index.html"
+        def links() -> str:
+            lines = [
+                f"<p>{doc.escape(what)}: {' · '.join(self._link(page, *one) for one in paths)}</p>"
+                for what, paths in below.items()
+                if paths
+            ]
+            return "".join(lines) + forms
+
+        return Section("look at", links)
 
 
 # --- a page as HTML ------------------------------------------------------------------------------
@@ -318,7 +313,7 @@ def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = 
 def contents(section: Section) -> str:
     """Render a section's static form, or the reason where it cannot be made."""
     try:
-        return section.html()
+        return section.html() or ""
     except (WorkbenchError, ValueError, OSError) as error:
         return doc.html(doc.block(first_line(error, 1000)))
 
@@ -352,26 +347,12 @@ def _stamp(run: Run) -> str:
     return f"{run.path.name} {size} {len(run.traces)};"
 
 
-def _html(thing: Any) -> str:
-    return str(thing._repr_html_())
-
-
 def _cell(value: Any) -> str:
     return doc.escape(doc.number(value) if isinstance(value, float) else "–" if value is None else doc.cut(value, 80))
 
 
 def _step_path(name: str, step: int) -> str:
     return f"{name}/step_{step:06d}/index.html"
-
-
-def _worst(run: Run, step: int) -> list[int]:
-    """Return the rows of a step that get their own pages; [] where its trace cannot be read, which the step's page
-    reports.
-    """
-    try:
-        return list(map(int, samples(run.traces[step]).selected[:ROWS]))
-    except (WorkbenchError, ValueError):
-        return []
 
 
 def _before(run: Run, step: int) -> int | None:
@@ -415,22 +396,32 @@ def write_folder(source: str | Path, output: str | Path | None = None, *, limit:
     target = Path(output) if output is not None else inside / "report" if pages.source.is_dir() else inside
     if target.is_dir() and any(target.iterdir()) and not (target / "index.html").is_file():
         raise RunError(f"{target} has files, and is not a report", do="name another folder with -o")
-    size, left, broken = 0, 0, list[str]()
-    for path in pages.paths():
+    size, left, broken = 0, set[str](), list[str]()
+
+    def write(path: str) -> None:
+        """Write a page after those that it leads to, which it then links."""
+        nonlocal size
         if size > limit * 1e6 and "/step_" in path:
-            left += 1
-            continue
+            left.add(path.rpartition("/")[0])
+            return
         try:
-            body = rendered(pages.page(path))
+            page = pages.page(path)
+            for _, further in chain(*page.below.values()):
+                write(further)
+            body = rendered(page)
         except (WorkbenchError, LookupError, ValueError) as error:
             broken.append(f"{path} ({first_line(error, 120)})")
-            continue
+            return
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         write_text(target / path, body)
         written.add(path)
         size += len(body.encode("utf-8", "replace"))
+
+    write("index.html")
     summary = f"{len(written)} pages, {size / 1e6:.1f} MB, in {target}"
-    summary += f"; {left} pages of older steps left out, because the limit is {limit:g} MB" if left else ""
+    if left:
+        counted = doc.counted(len(left), "step")
+        summary += f"; pages of older steps left out, because the limit is {limit:g} MB: {counted}"
     return target, summary + (f"; could not be made: {', '.join(broken)}" if broken else "")
 
 
