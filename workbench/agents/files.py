@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -188,40 +187,30 @@ def _imported(dotted: str, kind: str, roots: Sequence[str | Path]) -> ModuleType
     if (loaded := sys.modules.get(dotted)) is not None:
         return _check_place(loaded, dotted, allowed)
     for root in allowed:
-        file = root.joinpath(*parts)
-        if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
-            return _import_from(root, parts, allowed)
+        files = [file for end in (".py", "/__init__.py") if (file := Path(f"{root.joinpath(*parts)}{end}")).is_file()]
+        if files:
+            check_roots(
+                f"module {dotted!r}", [file.resolve() for file in files], allowed, SettingError, "move it there"
+            )
+            return _import_from(root, dotted, allowed)
     expected = f"{'/'.join(parts)}.py below {', '.join(map(str, allowed))}"
     do = f"start Python in its folder, pass roots=[…], or name the folder in {ROOTS}"
     raise SettingError(f"module {dotted!r} of a {kind} is not found", expected=expected, do=do)
 
 
-def _import_from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleType:
-    """Import a module package by package from the folder `root` alone, so that no other entry of sys.path can provide
-    it."""
-    folders, name, module = [str(root)], "", ModuleType("")
-    for part in parts:
-        name = f"{name}.{part}" if name else part
+def _import_from(root: Path, dotted: str, allowed: Sequence[Path]) -> ModuleType:
+    """Import a module of the folder `root`, which stands first on sys.path meanwhile. A package that is loaded already
+    must lie below an allowed folder."""
+    for name in itertools.accumulate(dotted.split("."), "{}.{}".format):
         if name in sys.modules:
-            module = _check_place(sys.modules[name], name, allowed)
-        else:
-            spec = PathFinder.find_spec(name, folders)
-            if spec is None:
-                raise SettingError(f"{name!r} in {folders[0]} cannot be imported", expected="a Python module")
-            module = module_from_spec(spec)
-            if spec.submodule_search_locations is not None:  # a folder without __init__ would look along sys.path again
-                module.__path__ = list(spec.submodule_search_locations)
-            _check_place(module, name, allowed)
-            sys.modules[name] = module
-            try:
-                with boundary(f"importing {name} from {folders[0]}", SettingError):
-                    if spec.loader is not None:
-                        spec.loader.exec_module(module)
-            except BaseException:
-                sys.modules.pop(name, None)
-                raise
-        folders = list(getattr(module, "__path__", []))
-    return module
+            _check_place(sys.modules[name], name, allowed)
+    sys.path.insert(0, str(root))
+    try:
+        with boundary(f"importing {dotted} from {root}", SettingError):
+            module = importlib.import_module(dotted)
+    finally:
+        sys.path.remove(str(root))
+    return _check_place(module, dotted, allowed)
 
 
 def _check_place(module: ModuleType, name: str, allowed: Sequence[Path]) -> ModuleType:
