@@ -21,8 +21,8 @@ from workbench.base.errors import WorkbenchError
 from workbench.base.shown import Shown
 from workbench.datasets.rows import shuffled
 from workbench.engines.local_engine.loading import open_tokenizer
-from workbench.replay import audit_advantages, audit_correction, audit_losses, audit_stages
 from workbench.replay import audit_formulas as slow
+from workbench.replay import audit_losses, audit_stages
 from workbench.replay.audit_formulas import AuditView, Claim, Claims, Left, Lists
 from workbench.steps.trace import Phase, Trace
 
@@ -36,18 +36,18 @@ FORMULAS: Mapping[str, Callable[[AuditView], Claims]] = {
     "kto_kl": audit_stages.kto_kl,
     "function": audit_stages.reward,
     "column": audit_stages.log_prob,
-    "estimator": audit_advantages.advantage,
+    "estimator": audit_stages.advantage,
     "loss": audit_losses.update,
     "overlong": audit_stages.overlong,
     "filter_groups": audit_stages.filter_groups,
     "baseline": audit_stages.baseline,
     "resample": audit_stages.resample,
     "turn_scores": audit_stages.turn_scores,
-    "learnt_once": audit_advantages.learnt_once,
+    "learnt_once": audit_stages.learnt_once,
     "values": audit_stages.values,
     "exact_kl": audit_stages.exact_kl,
     "influence": audit_stages.influence,
-    "rollout_correction": audit_correction.correction,
+    "rollout_correction": audit_losses.correction,
 }
 """A stage's name, or a setting that only its kind has → its formulas."""
 UNREAD = {
@@ -282,7 +282,7 @@ def _phase(found: _Findings, views: Sequence[AuditView], number: int, phase: Pha
     spoken |= found.compare(phase.stage, _carried(view, spoken), view.after, {})
     found.unread([*phase.wrote, *view.metrics], spoken)
     if "value" in state and "kl_controller" in phase.settings:
-        found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
+        found.compare(phase.stage, audit_stages.controller(view), view.after, {"controller": state["value"]})
     if "entropy_coeff" in state:
         found.compare(phase.stage, audit_losses.bonus(view), view.after, {"bonus": state["entropy_coeff"]})
 
