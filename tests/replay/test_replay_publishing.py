@@ -89,7 +89,7 @@ def test_the_card_says_what_the_run_knows(hub: FakeHub, run: wb.Run, tmp_path: P
 def test_the_licence_and_the_data_are_those_of_base_and_rows(
     form: str, hub: FakeHub, run: wb.Run, tmp_path: Path
 ) -> None:
-    from workbench.replay import card
+    from workbench.replay import publishing as card
 
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\nlicense: mit\n")
     sources = ["openai/gsm8k:main/train@0123abc", "data/arith/train.parquet"]
