@@ -553,10 +553,8 @@ def token(mode: str, v: AuditView, old: float, new: float, adv: float, *, rows: 
         return -adv * min(ratio, high - 1) * new, beyond(ratio, high - 1), False, -log
     if mode == "cispo":
         return -adv * clamp(ratio, low, high) * new, either(beyond(ratio, high), beyond(-ratio, -low)), False, -log
-    if mode in _TRL:  # no dual clip but δ
-        loss, bounds = -min(min(ratio, top) * adv, clamp(ratio, low, high) * adv), mode != "trl vespo" and adv != 0
-        clipped, lower = (beyond(ratio, high), False) if adv > 0 else (beyond(-ratio, -low), beyond(ratio, top))
-        return loss, bounds and clipped, bounds and lower, -log
+    if mode in _TRL:  # vespo clips nothing, and its loss is not recomputed
+        return *_two_sided(adv * (mode != "trl vespo"), ratio, low, high, top), -log
     if mode in ("dppo_tv", "dppo_kl"):
         out = _moved(mode, v, old, new, adv)
         return -adv * min(ratio, top) * new * (not out), out, False if out else beyond(ratio, top), -log
@@ -576,6 +574,14 @@ def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> t
     if adv < 0:
         return min(worse, -adv * top), beyond(-ratio, -low), beyond(max(ratio, low), top)
     return worse, False, False
+
+
+def _two_sided(adv: float, ratio: float, low: float, high: float, top: float) -> tuple[float, bool | None, bool | None]:
+    """Apply TRL's clip, which bounds the ratio at δ, `top`, and has no dual clip: returns as `_clipped`."""
+    loss = -min(min(ratio, top) * adv, clamp(ratio, low, high) * adv)
+    if adv > 0:
+        return loss, beyond(ratio, high), False
+    return (loss, beyond(-ratio, -low), beyond(ratio, top)) if adv < 0 else (loss, False, False)
 
 
 def _moved(mode: str, v: AuditView, old: float, new: float, adv: float) -> bool | None:
