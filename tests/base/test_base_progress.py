@@ -78,6 +78,8 @@ def test_what_is_left_follows_the_speed_so_far(monkeypatch: pytest.MonkeyPatch) 
     sampling.add_tokens(25)
     assert sampling.left == 15.0 and sampling.share == 0.25
     assert sampling.line.endswith("25 tokens, 5 a second · 5 s · about 15 s left")
+    now[0] += 45
+    assert "25 tokens · 50 s" in sampling.line, "no speed of 0 tokens a second"
     assert Work("step", 5, "phases").left == 0
     assert [clock(s) for s in (34.2, 245, 3720)] == ["34 s", "4 min 05 s", "62 min 00 s"]
 

@@ -456,7 +456,7 @@ def test_D1_a_step_that_is_not_finite_stops_with_its_batch_and_a_checkpoint(tiny
     line = f"wb.train(…, run={str(run.path)!r}, resume='auto')"
     assert caught.value.__notes__[-1] == f"checkpoint 2 is safe; to go on from it: {line}"
     assert caught.value.__context__ is None or "event loop" not in str(caught.value.__context__)
-    assert f"train on: {line}, from checkpoint 2" in repr(run)
+    assert f"resume: {line}, from checkpoint 2" in repr(run)
     assert "NonFinite" in run.summary["stopped"] and "checkpoint 2" in run.summary["stopped"]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.base import progress
 from workbench.base.errors import EngineError, RunError, SettingError
 from workbench.engines import exporting
 from workbench.engines.local_engine import lora, quantised
@@ -123,8 +124,12 @@ def test_an_adapter_opens_in_peft_and_any_step_is_saved(adapted: wb.Run, tiny: s
 
 
 @pytest.mark.slow
-def test_a_whole_model_is_its_checkpoint(full: wb.Run, tmp_path: Path) -> None:
-    saved = full.save(tmp_path / "a") / "model.safetensors"
+def test_a_whole_model_is_its_checkpoint(full: wb.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    lines = list[str]()
+    with progress.shown_by(lambda *line: lines.append(line[0])):
+        saved = full.save(tmp_path / "a") / "model.safetensors"
+    assert lines[0].startswith("saving the model"), "weights of gigabytes are not written in silence"
     kept = full.checkpoint() / "actor" / "model.safetensors"
     assert hashlib.sha256(saved.read_bytes()).digest() == hashlib.sha256(kept.read_bytes()).digest()
     assert opened(full.save(tmp_path / "first", step=1)) == answers(full.engine(1))

@@ -89,7 +89,7 @@ def test_without_a_checkpoint_it_goes_on_after_the_recorded_updates_exactly(
 ) -> None:
     run = killed_before_a_checkpoint(whole[0], tmp_path / "r")
     shutil.copytree(run, damaged := tmp_path / "damaged")
-    assert "after step 1, whose" in kept_until(run) and "train on" in repr(wb.load_run(run))
+    assert "after step 1, whose" in kept_until(run) and "resume: " in repr(wb.load_run(run))
     pipe, rows = make(tiny)
     resumed = wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
     assert numbers(resumed.rows) == numbers(whole[1]) and len(resumed.rows) == 4

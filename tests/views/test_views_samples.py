@@ -86,7 +86,7 @@ def test_before_the_reward_there_is_something_to_look_at() -> None:
 
 def test_text_says_what_html_says() -> None:
     text = samples(judged(), rows=2).text()
-    assert text.splitlines()[0] == "6 samples · mean reward 0.188 (-1 to 1) · 1 infra error · 1 not applicable"
+    assert text.splitlines()[0] == "6 samples · mean reward 0.1875 (-1 to 1) · 1 infra error · 1 not applicable"
     assert text.splitlines()[1] == "row 3 (group 1)  not scored  it <broke>  1 tokens, stop"
     assert text.splitlines()[4] == "row 4 (group 2)  reward -1  rude  8 tokens, stop"
     assert repr(wb.views.samples(judged(), rows=2)) == text

@@ -78,7 +78,8 @@ class Work:
             chain.append(chain[-1].parts[-1])
         words = [word for one in chain for word in one._words()]
         if tokens := chain[-1].tokens:
-            words.append(f"{tokens:,} tokens, {tokens / max(chain[-1].seconds, 0.1):,.0f} a second")
+            speed = tokens / max(chain[-1].seconds, 0.1)
+            words.append(f"{tokens:,} tokens, {speed:,.0f} a second" if speed >= 1 else f"{tokens:,} tokens")
         words.append(clock(self.seconds))
         left = [
             f"about {clock(one.left)}{'' if one is self else f' of {one.name}'} left" for one in chain if one.left >= 1

@@ -459,14 +459,14 @@ class Report(Shown):
             ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
             ("right under the reward", self.scorable),
             ("repeated prompts", _count_and_places(self.duplicates)),
-            ("prompt characters", "  ".join(f"{name} {value:g}" for name, value in self.characters.items())),
+            ("prompt characters", " · ".join(f"{name} {value:g}" for name, value in self.characters.items())),
             *([("pictures", str(self.pictures))] if self.pictures else []),
             *self.examples,
         ]
         if self.parts:
             pairs.insert(1, ("parts", ", ".join(f"{name}: {count}" for name, count in self.parts.items())))
         if self.lengths:
-            pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
+            pairs.append(("prompt tokens", " · ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
             pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
         first_read = repr(self.first) if self.first else ""
         pairs += [("chat template", self.template), ("first prompt as the model reads it", first_read)]

@@ -750,6 +750,7 @@ class Run(Shown):
         self._files.fetch_steps("checkpoints", *(self.checkpoints[-1:] if step is None else [step]))
         return checkpoint.verified(self.path, step)
 
+    @working("saving the model")
     def save(
         self, folder: str | Path, form: str = "merged", *, dtype: str | None = None, step: int | str | None = None
     ) -> Path:

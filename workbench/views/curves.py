@@ -400,11 +400,11 @@ def span_of(runs: Sequence[Series]) -> tuple[float, float]:
 
 
 def number_text(value: float, place: int | None = None) -> str:
-    """Format a number as an axis label, in three digits and as short as possible: 0.25, 12, 2.05e-4."""
+    """Format a number in four digits, as the live curves do, and as short as possible: 0.25, 12, 2.05e-4."""
     if value and abs(value) < 1e-3:
         digits, power = f"{value:.2e}".split("e")
         return f"{float(digits):g}e{int(power)}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.4g}"
+    return f"{value:.4g}"
 
 
 # --- panels of plots --------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class SampleIndex:
         elif reward.isin((0.0, 1.0)).all():
             parts.append(f"{int(reward.sum())} right")
         else:
-            parts.append(f"mean reward {reward.mean():.3g} ({reward.min():.4g} to {reward.max():.4g})")
+            parts.append(f"mean reward {reward.mean():.4g} ({reward.min():.4g} to {reward.max():.4g})")
         counts = Counter(frame.get("status", ()))
         parts += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]

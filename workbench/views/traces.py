@@ -356,7 +356,7 @@ def _groups(groups: Sequence[StepGroup]) -> doc.Part:
         dots = _dots([reward for _, reward in group.dots], *ends)
         rows.append([doc.cut(group.prompt, 90), (dots, doc.small(doc.faint(group.words))), folds])
     return doc.Table(
-        ["prompt", f"rewards, {ends[0]:.3g} to {ends[1]:.3g}: mean ± deviation", "best and worst answer"], rows
+        ["prompt", f"rewards, {ends[0]:.4g} to {ends[1]:.4g}: mean ± deviation", "best and worst answer"], rows
     )
 
 
@@ -583,7 +583,7 @@ def run(run: Run) -> doc.Part:
         why.setdefault(str(reason), []).append(number)
     kept = ", ".join(f"{_steps(numbers)} ({reason})" for reason, numbers in why.items())
     saved = run.checkpoints
-    moved = f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}" if rewards else ""
+    moved = " → ".join(doc.number(reward) for reward in [*rewards[:1], *rewards[1:][-1:]])
     held = [doc.number(run.summary[key]) for key in ("reward_before", "reward_after") if key in run.summary]
     large = [("step", f"{step} of {total}"), ("training reward", moved), ("held-out reward", " → ".join(held))]
     first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), _boxes(large, _LARGE))
@@ -595,11 +595,11 @@ def run(run: Run) -> doc.Part:
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if state in ("stopped", "died"):  # the first that is read in the morning
-        pairs.insert(0, ("train on", f"{goes_on(run.path)}, {kept_until(run.path)}"))
+        pairs.insert(0, ("resume", f"{goes_on(run.path)}, {kept_until(run.path)}"))
     if state == "died":
         why_died = "the run's process ended without closing the run: it was killed, out of memory, or restarted"
         pairs.insert(0, ("what happened", why_died))
-    pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
+    pairs.append(("next", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
 
 
