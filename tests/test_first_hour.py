@@ -78,6 +78,8 @@ def test_what_is_handed_in_wrongly_is_named_at_the_door(tiny: str, tmp_path: Pat
         wb.train_blocking(pipe, "my.jsonl", steps=1, run=tmp_path / "r")  # type: ignore[arg-type]
     with pytest.raises(WorkbenchError, match=r"batch of a stepper; expected a DataProto"):
         wb.Stepper(pipe, [{"prompt": "1+1?"}])  # type: ignore[arg-type]
+    with pytest.raises(WorkbenchError, match=r"pipeline of a stepper; expected a Pipeline.*make it: wb.recipes.grpo"):
+        wb.Stepper(engine, wb.rows([{"prompt": "1+1?"}]).batch(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

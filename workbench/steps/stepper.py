@@ -370,6 +370,9 @@ class Stepper(Shown):
         if not isinstance(batch, DataProto):
             do = "take one of rows: wb.rows(…).batch(8)"
             raise DataError("batch of a stepper", expected="a DataProto", found=describe(batch), do=do)
+        if not isinstance(pipeline, Iterable):
+            expected, do = "a Pipeline, or a list of stages", "make it: wb.recipes.grpo(engine, …)"
+            raise PipelineError("pipeline of a stepper", expected=expected, found=describe(pipeline), do=do)
         self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline, given=batch.columns)
         self._pipeline.check(batch)
         self._trace = Trace(batch)
