@@ -20,6 +20,7 @@ from workbench.engines.local_engine import forward, scoring
 from workbench.engines.local_engine.forward import LayerCall
 from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
+from workbench.engines.torch_internals import flash_backward, flash_forward
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
@@ -185,6 +186,20 @@ class TestParts:
         torch.testing.assert_close(joined, truth, atol=1e-5, rtol=1e-5)
         for one, other in zip(found, torch.autograd.grad(truth, whole, slope), strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+    def test_gradients_in_half_precision_are_rounded_once(self, kind: torch.dtype) -> None:
+        torch.manual_seed(0)
+        states = [torch.randn(2, heads, 40, 16, dtype=kind) for heads in (4, 2, 2)]
+        mask = torch.zeros(2, 1, 40, 40).masked_fill(torch.ones(40, 40).tril() == 0, -torch.inf)
+        for among, causal in ((mask, False), (None, True)):
+            out, total = flash_forward(*states, among, causal, 0.25)
+            slope = torch.randn_like(out)
+            found = flash_backward(slope, *states, out, total, among, causal, 0.25)
+            wide = [one.float() for one in (slope, *states, out)]
+            exact = flash_backward(*wide, total, among, causal, 0.25)
+            for one, other in zip(found, exact, strict=True):
+                assert other.dtype == torch.float32 and torch.equal(one, other.to(kind))
 
     def test_memory_grows_linearly_with_the_response(self) -> None:
         kept = []

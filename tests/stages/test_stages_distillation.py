@@ -206,7 +206,7 @@ def test_it_steps_looks_ahead_trains_replays_and_is_audited(
     assert (s.batch["teacher_log_probs"] < 0).any()
     ahead = s.what_if(loss_agg_mode="seq-mean-token-sum", updates=2)
     assert ahead.cosine == pytest.approx(1.0, abs=0.5)
-    assert "mean ratio after" in repr(ahead)
+    assert "mean ratio afterwards" in repr(ahead)
     first = s.run().trace.metrics
     assert first["actor/grad_norm"] > 0
     again = s.back(to="rollout").run().trace.metrics

@@ -200,7 +200,7 @@ def test_it_steps_looks_ahead_trains_replays_and_is_audited(engine: Any, loss: s
     )
     s = wb.Stepper(pipe, rows.batch(4)).run(until=pipe.names[-2])
     ahead = s.what_if(beta=0.5, updates=2)
-    assert len(s.batch) == 8 and ahead.other.moved_norm > 0 and "mean ratio after" in repr(ahead)
+    assert len(s.batch) == 8 and ahead.other.moved_norm > 0 and "mean ratio afterwards" in repr(ahead)
     other = s.fork().replace("update_actor", beta=0.5).run().trace.metrics
     first = s.run().trace.metrics
     if loss in ("sigmoid", "online"):  # at the reference's weights the gradient is proportional to β

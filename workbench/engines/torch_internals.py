@@ -92,20 +92,21 @@ def flash_backward(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """Gradients of queries, keys and values, of an attention `out` with log-sum-exp `total` whose gradient is `slope`."""
     aten: Any = torch.ops.aten
     states = (slope, query, key, value, out, total)
     if query.device.type != "cuda":
-        mask = None if mask is None else mask.to(query.dtype)
+        # this kernel takes up to four times as long in half precision (torch 2.13): its products are small
+        wide = [state.to(torch.promote_types(state.dtype, torch.float32)) for state in states]
+        mask = None if mask is None else mask.to(wide[1].dtype)
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        gradients = kernel(*states, 0.0, causal, attn_mask=mask, scale=scale)
+        gradients = kernel(*wide, 0.0, causal, attn_mask=mask, scale=scale)
     else:  # without dropout no random numbers are read, and only packed rows of many lengths need their bounds
         none, rows = torch.zeros((), dtype=torch.uint64, device=query.device), [state.contiguous() for state in states]
         lengths, kernel = (query.shape[2], key.shape[2]), aten._scaled_dot_product_flash_attention_backward
         gradients = kernel(*rows, None, None, *lengths, 0.0, causal, none, none, scale=scale)
-    slopes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = gradients
-    return slopes
+    return [one.to(query.dtype) for one in gradients]
 
 
 def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
