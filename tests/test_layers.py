@@ -66,7 +66,7 @@ LIBRARIES = {
     "httpx": ("base/http.py",),
     "pydantic": ("rewards/",),
     "fsspec": ("replay/remote.py",),
-    "psutil": ("sandbox/", "cluster/"),
+    "psutil": ("cluster/",),
     "math_verify": ("rewards/scorers/",),
     "pytest": ("testing/",),
 }

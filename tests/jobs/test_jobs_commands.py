@@ -64,7 +64,7 @@ def test_a_file_is_typed_by_the_notebook_and_the_command_line_comes_after(make_n
         ('{"lr": 0.1, "lr": 0.2}', "the key 'lr' a second time"),
         ("steps: 010", "line 1; found 010, a whole number of another base; write it in plain digits"),
         ("steps: 1:30", "found 1:30, a whole number of another base"),
-        ("a: &x [1, 1]\nb: [*x, *x]", r"line 2; expected no aliases \(\*name\); found \*x"),
+        ("a: &x [1, 1]\nb: [*x, *x]", r"^YAML file '[^']*', line 2; expected no aliases \(\*name\); found \*x"),
         ("a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\nd: [*c,*c]", "expected no aliases"),
         ("base: &base {lr: 1}\njob: {<<: *base}", "expected no aliases"),
         ("steps: [1", "cannot be read"),

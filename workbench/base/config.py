@@ -222,6 +222,8 @@ def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
         for line, wrong, do in _misread(yaml.compose(text, yaml.SafeLoader)):
             raise SettingError(f"{what}, line {line + 1}", found=wrong, do=do)
         document = yaml.safe_load(text)
+    except SettingError:
+        raise
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as cause:
         raise SettingError(f"{what} cannot be read", found=first_line(cause)) from cause
     if not isinstance(document, dict):

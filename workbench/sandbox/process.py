@@ -224,12 +224,14 @@ def _with_kernel_limit(phase: ProcessOutcome, limits: ProcessLimits) -> ProcessO
 
 def _tree(pid: int) -> list[int]:
     """Return the ids of a process and all its descendants."""
-    import psutil
-
-    try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.Error:  # it has ended meanwhile
-        return [pid]
+    parents = dict[int, int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    tree = [pid]
+    for process in tree:  # children are appended while the list is read
+        tree += [child for child, parent in parents.items() if parent == process]
+    return tree
 
 
 def _deleted(tree: Sequence[int], box: Path) -> int:

@@ -22,7 +22,7 @@ import torch
 from workbench.base.distribution import check_packages
 from workbench.base.errors import EngineError, SettingError, boundary, first_line
 from workbench.base.files import FORMAT, MANIFEST, check_manifest, memory_file, record_of, write_manifest
-from workbench.base.hub import is_hub_name, why
+from workbench.base.hub import HUB_SECONDS, is_hub_name, why
 from workbench.dataproto.io import DTYPES
 from workbench.engines.local_engine import lora, quantised
 from workbench.engines.local_engine.forward import Routing, hidden_size
@@ -69,14 +69,12 @@ def folder_of(path: str | Path) -> Path:
 
 ROLES = ("actor", "reward_model")
 """Folders of a checkpoint that hold the model that was trained."""
-HUB_SECONDS = 5.0
-"""How long the hub has to say whether it has a model; transformers itself tries for more than a minute."""
 
 
 def check_hub(name: str) -> None:
     """Raises `EngineError`, saying why, where a model is neither in the local cache nor on the Hugging Face hub.
 
-    Sends one request without retries, and none for what is cached or where `HF_HUB_OFFLINE` is set.
+    Sends one request without retries (transformers itself tries for more than a minute), and none for what is cached or where `HF_HUB_OFFLINE` is set.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError
