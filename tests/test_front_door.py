@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from workbench.base.shown import Hinting
+from workbench.datasets.rows import Rows
+from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
+from workbench.steps.compare import Comparison
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +64,12 @@ def test_the_front_door_on_a_cluster() -> None:
         rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
         s = wb.Stepper(pipe8, rows.batch(2)).run()
         assert s.trace.metrics["actor/grad_norm"] > 0 and pipe8[0].learners()[0].version == 1
+
+
+@pytest.mark.parametrize("kind", [wb.Stepper, wb.Pipeline, Rows, Comparison, LocalEngine])
+def test_names_that_people_try_are_answered(kind: type[Hinting]) -> None:
+    thing = object.__new__(kind)
+    for name in kind.elsewhere:
+        assert not any(name in vars(base) for base in kind.__mro__)
+        with pytest.raises(AttributeError, match=f"^{kind.__name__} has no '{name}'; [a-z]+ .*"):
+            getattr(thing, name)

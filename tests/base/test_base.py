@@ -28,6 +28,7 @@ from workbench.base.errors import (
 )
 from workbench.base.metrics import Count, Max, Mean, Min, Sum
 from workbench.base.seeds import derive
+from workbench.base.shown import Hinting
 from workbench.dataproto.columns import COLUMNS, declared
 
 
@@ -105,6 +106,23 @@ def test_coerce_lists_and_dicts() -> None:
 
 def test_settings_hash_changes_with_any_value() -> None:
     assert settings_hash({"a": 1}) != settings_hash({"a": 2}) and len(settings_hash({})) == 8
+
+
+def test_a_guessed_name_is_answered_and_a_propertys_own_error_is_seen() -> None:
+    class Thing(Hinting):
+        elsewhere: typing.ClassVar = {"flipped": "read thing.flips"}
+
+        @property
+        def broken(self) -> int:
+            raise AttributeError("inside the property")
+
+    with pytest.raises(AttributeError, match="^Thing has no 'flipped'; read thing.flips$"):
+        Thing().flipped  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="inside the property"):
+        Thing().broken
+    with pytest.raises(AttributeError, match="'Thing' object has no attribute 'nothing'"):
+        Thing().nothing  # type: ignore[attr-defined]
+    assert not hasattr(Thing(), "flipped") and getattr(Thing(), "nothing", 3) == 3
 
 
 def test_settings_hash_does_not_depend_on_how_an_object_is_shown() -> None:

@@ -32,7 +32,7 @@ def traced(sign: float = 1.0) -> Trace:
 
 
 def test_numbers_are_short() -> None:
-    assert [number(value) for value in (0.123456, 12345.678, 2.0, float("nan"))] == ["0.1235", "1.235e+04", "2", "–"]
+    assert [number(value) for value in (0.123456, 12345.678, 2.0, float("nan"))] == ["0.1235", "12350", "2", "–"]
 
 
 def test_a_phase_has_a_headline() -> None:

@@ -19,10 +19,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from workbench.base.errors import PackageMissing, SettingError, first_line
+from workbench.base.errors import PackageMissing, SettingError, first_line, message
 
 log = logging.getLogger("workbench")
 
@@ -70,7 +70,23 @@ def _rendered(thing: Any, form: str) -> str | None:
     return str(door(form)(shows(thing, "document"))) if known else None
 
 
-class Shown:
+class Hinting:
+    """Base of classes that answer a name which people try, and which they do not have, with what to type in its place."""
+
+    __slots__ = ()
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Name → what to type in its place."""
+
+    if not TYPE_CHECKING:  # to a type checker a class with this method has every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            do = type(self).elsewhere.get(name)
+            if do is None:
+                return object.__getattribute__(self, name)  # raises again: Python's own error, or that of a property
+            raise AttributeError(message(f"{type(self).__name__} has no {name!r}", do=do))
+
+
+class Shown(Hinting):
     """Base of classes that are displayed as `register` sets it: text as `repr`, HTML and a widget in a notebook.
 
     A class that is not registered has a plain repr of its name.

@@ -17,7 +17,7 @@ from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -101,6 +101,12 @@ class Rows(Shown):
         >>> rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)  # doctest: +SKIP
         >>> train, held_out = rows.split(0.1)  # doctest: +SKIP
     """
+
+    elsewhere: ClassVar = {
+        "shuffle": "take batches in an order by seed: rows.batch(8, step=1, seed=0)",
+        "map": "make rows of the changed ones: wb.rows([change(row) for row in rows])",
+        "sample": "take a batch: rows.batch(8, seed=0)",
+    }
 
     def __init__(self, rows: Any, *, max_prompt_length: int | None = None, source: str = "") -> None:
         listed, read_as = Reading().read(rows, source)

@@ -156,7 +156,7 @@ class Pages:
 
     def _listed(self, page: str, runs: Mapping[str, Path], chosen: Sequence[str]) -> str:
         """Render the table of runs; on a served page with boxes that choose whose curves are drawn."""
-        frame = table(runs)[::-1]
+        frame = table(runs)[::-1].dropna(axis=1, how="all")
         served = self.written is None
         lines = []
         for name, row in frame.iterrows():

@@ -22,7 +22,7 @@ from weakref import WeakSet
 from workbench.base.config import require
 from workbench.base.errors import PipelineError, RunError, first_line, unknown
 from workbench.base.memory import gib, release, trim
-from workbench.base.progress import working
+from workbench.base.progress import clock, working
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
@@ -979,11 +979,9 @@ class Summary(Shown, dict[str, Any]):
                 low, high = (number(bound) for bound in self[f"interval_{when}"])
                 text = f"{number(self[f'reward_{when}'])}  (95 % in [{low}, {high}], greedy {number(self[f'greedy_{when}'])})"
                 pairs.append((f"held-out reward {when}", text))
-        return pairs + [
-            (key, self.why if key == "stopped" else str(self[key]))
-            for key in ("num_eval_rows", "steps", "seconds", "stopped")
-            if self.get(key) is not None and (key, self[key]) != ("num_eval_rows", 0)
-        ]
+        pairs += [(key, str(self[key])) for key in ("num_eval_rows", "steps") if self.get(key)]
+        pairs += [("time", clock(self["seconds"]))] if self.get("seconds") is not None else []
+        return pairs + ([("stopped", self.why)] if self.get("stopped") is not None else [])
 
 
 def number(value: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from workbench.base.distribution import deprecated
 from workbench.base.errors import ColumnMissing, PipelineError, RewardError, describe, unknown
@@ -41,6 +41,12 @@ class Pipeline(Shown):
     no stage in between reads or changes them. A `Stepper` runs it all the same, so that its numbers can be looked at;
     the weights in the end are the same.
     """
+
+    elsewhere: ClassVar = {
+        "stages": "take list(pipeline), or the names: pipeline.names",
+        "run": "step one batch: wb.Stepper(pipeline, rows.batch(8)).run()",
+        "train": "call await wb.train(pipeline, rows, steps=…), in a script wb.train_blocking(…)",
+    }
 
     def __init__(
         self, stages: Sequence[Stage | type[FunctionStage]], *, overlap: bool = False, given: Collection[str] = ()

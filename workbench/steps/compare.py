@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -558,6 +558,11 @@ class RowChange:
 class Comparison(Shown):
     """Result of `compare`: the columns, rows and metrics that differ; rows whose advantage changed sign come first,
     then those that changed most."""
+
+    elsewhere: ClassVar = {
+        "flipped": "read comparison.flips",
+        "to_pandas": "make a table of its rows: pandas.DataFrame(map(vars, comparison.rows))",
+    }
 
     columns: tuple[ColumnChange, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakSet
 
 import torch
@@ -363,6 +363,15 @@ class Stepper(Shown):
 
     Raises `OutOfMemory` before an update whose weights cannot be kept.
     """
+
+    elsewhere: ClassVar = {
+        "samples": "show them: wb.views.samples(stepper.trace)",
+        "tokens": "show a row's: wb.views.tokens(stepper.trace, row)",
+        "metrics": "read stepper.trace.metrics",
+        "undo": "go back: stepper.back()",
+        "step": "run the next phase: stepper.next()",
+        "stages": "read stepper.pipeline",
+    }
 
     _keeper: type[Snapshots] = Snapshots
 

@@ -24,7 +24,7 @@ _WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;fon
 _CELL_STYLE = "padding:2px 8px;text-align:"
 _SHORT = 24
 """Characters of a cell that stays on one line: where all cells do, none needs its place in a row."""
-_FIGURE = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( s| GiB|%)?|–|nan|inf|")
+_FIGURE = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( s| ms| [GM]iB|%)?|–|nan|inf|")
 _TRACK, _BAR = "rgba(128,128,128,.15)", "display:inline-block;width:56px;height:8px;margin-right:6px;border-radius:2px"
 
 
@@ -275,8 +275,9 @@ def escape(text: object) -> str:
 
 
 def number(value: Any, form: str = ".4g") -> str:
-    """Format a number, by default with four significant digits; `–` for None and NaN."""
-    return "–" if value is None or value != value else f"{value:{form}}"
+    """Format a number, by default with four significant digits, below a million without a power of ten; `–` for None and NaN."""
+    text = "–" if value is None or value != value else f"{value:{form}}"
+    return f"{float(text):.0f}" if text.endswith(("e+04", "e+05")) else text
 
 
 def counted(number: int, one: str, many: str = "") -> str:

@@ -587,7 +587,9 @@ def run(run: Run) -> doc.Part:
     held = [doc.number(run.summary[key]) for key in ("reward_before", "reward_after") if key in run.summary]
     large = [("step", f"{step} of {total}"), ("training reward", moved), ("held-out reward", " → ".join(held))]
     first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), _boxes(large, _LARGE))
-    pairs = [*run.summary.pairs(), ("checkpoints", f"after {_steps(saved)}" if saved else "none")]
+    summary = dict(run.summary.pairs())
+    summary.pop("steps", None)  # the title has them
+    pairs = [*summary.items(), ("checkpoints", f"after {_steps(saved)}" if saved else "none")]
     pairs += [("exact weights", f"can be restored before steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: run.stopped has that step"))

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,6 +23,7 @@ from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
 from workbench.base.progress import present, working
+from workbench.base.shown import Hinting
 from workbench.dataproto.core import DataProto
 from workbench.engines.generating import Generates
 from workbench.engines.local_engine import loading, lora, memory, quantised, scoring
@@ -302,7 +303,7 @@ def _as_in_files(path: str, settings: LocalSettings) -> tuple[Any, ...]:
     return path, tuple(loading.stamps(path)), settings
 
 
-class LocalEngine(ModelEngine, Pushing, Generates):
+class LocalEngine(ModelEngine, Pushing, Generates, Hinting):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -310,6 +311,10 @@ class LocalEngine(ModelEngine, Pushing, Generates):
 
     tried = (*TRIED, "dtype")
     streams = True
+    elsewhere: ClassVar = {
+        "save_pretrained": "call engine.save(path)",
+        "chat": "talk to it: wb.chat(engine); ask it once: engine.generate(text)",
+    }
     _files = StateFiles(())
     """The files that the weights were loaded from."""
     _source: str | None = None
