@@ -154,7 +154,7 @@ def test_ids_that_were_not_sampled_are_no_response_without_log_probs() -> None:
 
     pipe = wb.recipes.grpo(wb.engines.local(TINY), agent=Invents(), group_size=1, max_tokens=8, kl_coef=0.0)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
-    with pytest.raises(DataError, match="without response_logprobs.*sampled ones"):
+    with pytest.raises(DataError, match="without response_logprobs.*not sampled"):
         wb.Stepper(pipe, rows.batch(1)).run(until="rollout")
 
 

@@ -132,7 +132,8 @@ def test_the_estimate_of_a_card_is_what_a_rehearsal_measures(settings: dict[str,
     assert said.weights == pytest.approx(took.weights, rel=0.001)
     assert said.gradients == took.gradients and said.optimizer == pytest.approx(took.optimizer, rel=0.001)
     assert said.learning == pytest.approx(took.learning, rel=0.1)
-    assert said.scoring == pytest.approx(took.scoring, rel=0.15)
+    # float32 takes a fifth less on processors whose products are torch's own, as a card's are
+    assert 0.85 * took.scoring <= said.scoring <= 1.3 * took.scoring
 
 
 def test_attention_kernels_are_asked_for_where_the_engine_runs(tiny: str) -> None:

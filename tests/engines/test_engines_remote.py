@@ -90,11 +90,11 @@ def test_log_probs_that_are_not_a_trainers_are_refused(server: Server) -> None:
     engine = remote(server.url, TINY, **QUICK)
     assert engine.sample_many([request(temperature=0.7)])
     for settings in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
-        with pytest.raises(EngineError, match="log-probs before them"):
+        with pytest.raises(EngineError, match="log-probs after them"):
             engine.sample_many([request(**settings)])
     for settings in ({"repetition_penalty": 1.2}, {"min_tokens": 2}):
         with pytest.raises(
-            EngineError, match="before them.*start vLLM by engines.server_command and pass weights='vllm'"
+            EngineError, match="those before.*start vLLM by engines.server_command and pass weights='vllm'"
         ):
             engine.sample_many([request(**settings)])
     server.mode = "nonsense"

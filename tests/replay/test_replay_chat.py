@@ -173,7 +173,7 @@ def test_the_widgets_buttons_do_what_their_line_says(tiny: str) -> None:
     hostile = press("ask", text="a\x1b\u202e<b>", **settings)
     assert hostile["turns"][1]["text"] == "a\\x1b\\x202e<b>" and "&lt;b&gt;" in chat._repr_html_()
     assert press("clear")["turns"] == [] and chat.kept
-    assert "state" in face.answer({"kind": "clear", "stands": "another place"})["note"]
+    assert "had changed" in face.answer({"kind": "clear", "stands": "another place"})["note"]
     assert face.work({"kind": "ask", "stands": face._stands()}) == "answering"
 
 

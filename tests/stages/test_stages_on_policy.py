@@ -332,8 +332,8 @@ def left(*between: Any, engine: Engine | None = None, stage: Any = None, **setti
     pipe = Pipeline([Whole(), scored, *([] if has else [Advantage(F.grpo)]), *middle, update])
     assert (pipe.left_out == "old_log_prob") == any(isinstance(one, LeftToUpdate) for one in pipe.in_training())
     assert (
-        ("left to the update's own pass" in repr(pipe))
-        == ("during training" in pipe._repr_html_())
+        ("own forward pass computes" in repr(pipe))
+        == ("own forward pass computes" in pipe._repr_html_())
         == bool(pipe.left_out)
     )
     return pipe.left_out is not None

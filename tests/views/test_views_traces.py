@@ -84,7 +84,7 @@ def test_a_comparison_shows_flips_first_and_escapes_texts() -> None:
 def test_columns_of_one_side_are_named() -> None:
     found = compare(Trace(start()), traced())
     assert found.only == ((), ("token_level_rewards", "advantages", "returns")) and not found.identical
-    assert "only in the second: token_level_rewards" in repr(found)
+    assert "only in the second step: token_level_rewards" in repr(found)
 
 
 def test_looking_at_a_trace_on_disk_reads_parts_and_keeps_nothing(tmp_path: Path) -> None:

@@ -46,4 +46,4 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     assert said["code"] == "e.replace(0, 'I call.')" and len(e.turns) == 1 and e.turns[0].text == "I call."
     assert press("back", turn=0)["code"] == "e.back(to=0)" and e.turns == ()
     stale = face.answer({"kind": "next", "stands": "another place"})
-    assert e.turns == () and "had moved" in stale["note"]
+    assert e.turns == () and "had changed" in stale["note"]

@@ -242,11 +242,11 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     assert heard(face, {"kind": "show", "phase": "advantage", "stands": 3, "asked": 4})[0]["kind"] == "error"
     s.back(to="reward")
     gone = face.answer({"kind": "show", "phase": "reward", "stands": 3})
-    assert "had moved" in gone["note"] and gone["shown"] == "rollout", "pressed on an old face"
+    assert "had changed" in gone["note"] and gone["shown"] == "rollout", "pressed on an old face"
     s.back()
     s.next()  # a cell moves it
     stale = face.answer({"kind": "next", "stands": 0})
-    assert s.position == 1 and "had moved" in stale["note"] and stale["stands"] == 1
+    assert s.position == 1 and "had changed" in stale["note"] and stale["stands"] == 1
 
 
 def test_a_press_that_is_sent_five_times_steps_once(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

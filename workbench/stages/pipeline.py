@@ -125,7 +125,7 @@ class Pipeline(Shown):
     @staticmethod
     def _check_lost(update: Stage, before: tuple[Stage, ...]) -> None:
         for stage in before:
-            lost = {*stage.writes} & {*update.writes} - {*update.reads, *update.optional}
+            lost = {*stage.writes} & {*update.writes} - {*update.reads, *getattr(update, "optional", ())}
             if lost and not stage.updates:
                 what = f"stage {update.name!r} computes {', '.join(sorted(lost))} anew"
                 do = "reject tokens in a stage before the update: rollout correction without bypass mode"
@@ -256,7 +256,7 @@ class Pipeline(Shown):
 
     def __repr__(self) -> str:
         lines = [f"  {one.name:<14} {', '.join(one.reads)} → {', '.join(one.writes)}" for one in self._stages]
-        left = [f"  in training {self.left_out} is left to the update's own pass"] if self.left_out else []
+        left = [f"  in training the update's own forward pass computes {self.left_out}"] if self.left_out else []
         return "\n".join([f"Pipeline of {len(self)} stages", *lines, *left])
 
 

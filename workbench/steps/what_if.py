@@ -103,7 +103,9 @@ def what_if(
     other, named = batch, {key: str(value) for key, value in changes.items()}
     if changes.get("mask_truncated"):
         fits = "loss_mask" not in update.writes
-        require(fits, "mask_truncated", expected="a loss that rejects no tokens itself (bypass mode)", found=update.name)
+        require(
+            fits, "mask_truncated", expected="a loss that rejects no tokens itself (bypass mode)", found=update.name
+        )
         other = MaskTruncated()(other).batch
     if advantage is not None:
         other = _estimated(pipeline, other, advantage)

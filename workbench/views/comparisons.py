@@ -307,7 +307,9 @@ def _both(result: WhatIf) -> list[list[str]]:
     rows = [["updates", *(str(len(side.metrics)) for side in sides)]]
     names = dict.fromkeys(name for side in sides for name in side.metrics[-1])
     rows += [[name, *apart(*(side.metrics[-1].get(name) for side in sides))] for name in names]
-    rows.append(["mean ratio afterwards", *apart(*(_ratios(result, side.new_log_probs).mean().item() for side in sides))])
+    rows.append(
+        ["mean ratio afterwards", *apart(*(_ratios(result, side.new_log_probs).mean().item() for side in sides))]
+    )
     for name, value in result.before.items():
         rows.append([f"held-out {name}", *(f"{value:.4g} → {side.probe[name]:.4g}" for side in sides)])
     return rows

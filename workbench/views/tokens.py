@@ -455,7 +455,7 @@ def _token(
     sides = [(row, place), *([twin] if twin else [])]
     shades = [shade(one, at, quantity, span) for one, at in sides]
     paint = shades[0] if len({*shades}) == 1 else f"linear-gradient({shades[0] or _NONE} 50%,{shades[1] or _NONE} 50%)"
-    special = ";opacity:.7" if _SPECIAL.fullmatch(row.texts[place]) else ""
+    special = ";opacity:.8" if _SPECIAL.fullmatch(row.texts[place]) else ""
     style = (f"background:{paint}" if paint else "") + _mark(row, place) + special
     numbers = [{name: f"{values[at]:.4g}" for name, values in one.values.items()} for one, at in sides]
     texts = {name: dict.fromkeys(each.get(name, "–") for each in numbers) for each in numbers for name in each}

@@ -663,7 +663,7 @@ def tuning(tuning: Tuning) -> doc.Part:
     def cells(seconds: float, host: int, device: int) -> list[str]:
         return [f"{seconds:.2f}", gib(host) if host else "–", gib(device) if device else "–"][: len(header)]
 
-    gpu = any(one.device for one in (*tuning.phases, *tuning.trials))
+    gpu = any(phase.device for phase in tuning.phases) or any(trial.device for trial in tuning.trials)
     header = ["seconds", "peak memory", "GPU tensors"][: 2 + gpu]
     phases = [[one.phase, *cells(one.seconds, one.host, one.device)] for one in tuning.phases]
     tried = [[one.role, str(one), *cells(one.seconds, one.host, one.device), one.error] for one in tuning.trials]
