@@ -196,8 +196,8 @@ class Pages:
             "samples in full, with tokens": [(f"row {row}", f"{folder}row_{row}.html") for row in worst],
             "compare this step": [] if before is None else [(f"with step {before}", f"{folder}compare.html")],
         }
-        forms = self._choices(f"{name}/{step}")
-        sections = [Section("phases", trace._repr_html_), self._table(trace), self._look_at(page, below, forms)]
+        further = self._look_at(page, below, lambda: self._choices(f"{name}/{step}"))
+        sections = [Section("phases", trace._repr_html_), self._table(trace), further]
         return Page(page, f"{name}: step {step}", sections, trail, below)
 
     def _choices(self, here: str) -> str:
@@ -262,8 +262,8 @@ class Pages:
         there = self.written is None or path in self.written
         return link(page, words, path) if there else doc.escape(words)
 
-    def _look_at(self, page: str, below: Below, forms: str = "") -> Section:
-        """Make the section of links to the pages below a page."""
+    def _look_at(self, page: str, below: Below, forms: Callable[[], str] = str) -> Section:
+        """Make the section of links to the pages below a page, and of forms."""
 
         def links() -> str:
             lines = [
@@ -271,7 +271,7 @@ class Pages:
                 for what, paths in below.items()
                 if paths
             ]
-            return "".join(lines) + forms
+            return "".join(lines) + forms()
 
         return Section("look at", links)
 

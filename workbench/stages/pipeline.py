@@ -111,10 +111,11 @@ class Pipeline(Shown):
 
     def _check_changes(self) -> None:
         for position, stage in enumerate(self._stages):
-            changed = set(stage.writes)
             if stage.updates:
                 self._check_lost(stage, self._stages[:position])
-            if stage.updates or not changed or not changed <= set(stage.reads):
+                continue
+            changed = set(stage.writes)
+            if not changed or not changed <= set(stage.reads):
                 continue
             readers = [other.name for other in self._stages[:position] if changed & set(other.reads)]
             if readers and not any(changed & set(other.reads) for other in self._stages[position + 1 :]):
