@@ -15,7 +15,7 @@ from typing import Any
 from workbench.base.errors import WorkbenchError, boundary, first_line
 from workbench.base.shown import shown
 
-HUB_SECONDS = 10.0
+HUB_SECONDS = 5.0
 """How long the hub has to answer a question about a repository."""
 FILE_LIMIT = 64 << 30
 """Bytes that one file of a repository may have."""
