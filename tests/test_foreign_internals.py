@@ -24,7 +24,6 @@ FENCES = {
 ALONE = {
     "cluster/actor.py": "it travels to Ray's workers by value, without this package",
     "engines/vllm_server/process.py": "it stands in vLLM's processes, whose names it is the fence of, too",
-    "testing/models.py": "contract suites open a model of random weights as transformers does",
 }
 """Files outside the fences that have private names of their own → why."""
 ATTRIBUTES = {

@@ -43,7 +43,7 @@ LIBRARIES = {
     "peft": ("engines/local_engine/lora.py",),
     "gguf": ("engines/exporting.py",),
     "bitsandbytes": ("engines/local_engine/learning.py", "engines/local_engine/quantised.py"),
-    "transformers": ("engines/", "testing/", "datasets/render_worker.py"),
+    "transformers": ("engines/", "datasets/render_worker.py"),
     "papermill": ("jobs/",),
     "nbclient": ("jobs/",),
     "nbconvert": ("jobs/",),

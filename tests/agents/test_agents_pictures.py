@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from agents_parts import Script, Tags, call
+from support.models import VISION, make_vision_model
 from support.pictures import asked, png
 
 import workbench as wb
@@ -18,7 +19,6 @@ from workbench.dataproto.columns import PIXELS
 from workbench.datasets.rows import Rows
 from workbench.engines.protocol import SamplingSettings
 from workbench.stages import EpisodeRollout, LogProb, PolicyLoss, Update
-from workbench.testing.models import VISION, make_vision_model
 
 ROOT = Path(__file__).parents[2]
 SAMPLING = SamplingSettings(max_tokens=120, ignore_eos=True)

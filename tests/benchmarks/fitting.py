@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+sys.path += [str(Path(__file__).parents[1])]
+from support.models import make_shaped_model
+
 from workbench.cluster import fits
 from workbench.dataproto import DataProto
 from workbench.engines.fsdp_engine.engine import fsdp
@@ -33,7 +36,6 @@ from workbench.engines.rehearsal import Footprint, Opened, Shape, unmeasured, wh
 from workbench.engines.settings import LocalSettings
 from workbench.jobs import cards
 from workbench.testing.engines import LikelihoodLoss
-from workbench.testing.models import make_shaped_model
 
 CASES: dict[str, dict[str, Any]] = {
     "full, 1 rank": {"ranks": 1},

@@ -10,6 +10,7 @@ import argparse
 import gc
 import platform
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from typing import Any
 
 import torch
 
+sys.path += [str(Path(__file__).parents[1])]
+from support.models import SHAPES, make_shaped_model
+
 import workbench as wb
 from workbench.base.metrics import reduce
 from workbench.engines import LossCounts, Request, Sample, SamplingSettings, local
@@ -30,7 +34,6 @@ from workbench.engines.settings import LocalSettings
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter, vllm
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import LikelihoodLoss
-from workbench.testing.models import SHAPES, make_shaped_model
 
 LARGEST_GAP = 1e-3
 """Nats between log-probs of float32 on the device and on the CPU."""

@@ -30,6 +30,9 @@ from typing import Any
 
 import torch
 
+sys.path += [str(Path(__file__).parents[1])]
+from support.models import SHAPES, make_shaped_model
+
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError
 from workbench.base.memory import gib
@@ -43,7 +46,6 @@ from workbench.engines.workers.hosted import Hosted, host
 from workbench.engines.workers.processes import processes
 from workbench.steps.stepper import Stepper
 from workbench.testing.engines import LikelihoodLoss
-from workbench.testing.models import SHAPES, make_shaped_model
 
 
 def beside() -> ModuleType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,12 +21,14 @@ import psutil
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+sys.path += [str(Path(__file__).parents[1])]
+from support.models import make_shaped_model
+
 import workbench as wb
 from workbench.base.memory import free_memory
 from workbench.stages.rollout import columns_of
 from workbench.stages.update import PolicyLoss, Update
 from workbench.testing.engines import LikelihoodLoss
-from workbench.testing.models import make_shaped_model
 
 
 def peak() -> int:
@@ -142,7 +145,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shape", help="a shape of workbench.testing.models: `back` of a stepper at that size")
+    parser.add_argument("--shape", help="a shape of tests/support/models.py: `back` of a stepper at that size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.shape:

@@ -8,6 +8,7 @@ last figures.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import threading
 import time
@@ -18,11 +19,13 @@ from typing import Any
 import psutil
 import torch
 
+sys.path += [str(Path(__file__).parents[1])]
+from support.models import make_shaped_model
+
 from workbench.engines import local
 from workbench.engines.vllm_server.engine import vllm
 from workbench.engines.workers.hosted import Hosted, host
 from workbench.engines.workers.processes import processes
-from workbench.testing.models import make_shaped_model
 
 
 class Peak:

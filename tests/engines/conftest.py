@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.models import make_random_model
 from support.shards import eleven_rows
 
 from workbench.dataproto import DataProto
 from workbench.engines.fsdp_engine.group import Group, local_group
-from workbench.testing.models import make_random_model
 
 
 @pytest.fixture(scope="module")

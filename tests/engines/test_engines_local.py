@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_random_model
 
 from workbench.base.errors import EngineError, OutOfMemory, SettingError
 from workbench.dataproto import DataProto
@@ -17,7 +18,6 @@ from workbench.engines.local_engine.loading import auto_tokenizer
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.engines.local_engine.scoring import micro_batches
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 
 class TestLocalEngine(EngineContract):

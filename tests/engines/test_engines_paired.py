@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_random_model
 
 import workbench as wb
 from workbench.base import runtime
@@ -24,7 +25,6 @@ from workbench.engines.vllm_server.process import mapped
 from workbench.engines.weights import weights_of
 from workbench.replay.run import late_learner
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import VISION, make_vision_model
 from support.pictures import asked
 
 import workbench as wb
@@ -16,7 +17,6 @@ from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Rows
 from workbench.engines.protocol import SamplingSettings, processor_of
 from workbench.stages import LogProb, PolicyLoss, Rollout, Update
-from workbench.testing.models import VISION, make_vision_model
 
 SAMPLING = SamplingSettings(max_tokens=6, ignore_eos=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, make
+from support.models import make_shaped_model
 from torch import distributed
 
 import workbench as wb
@@ -18,7 +19,6 @@ from workbench.engines.fsdp_engine.group import Group
 from workbench.engines.local_engine import scoring
 from workbench.engines.rehearsal import Counting, Shape, sharded
 from workbench.engines.settings import FsdpSettings
-from workbench.testing.models import make_shaped_model
 
 
 def test_storages_are_counted_while_they_live() -> None:

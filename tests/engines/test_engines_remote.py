@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_random_model
 from support.patience import LONG
 from support.remote import FIRST, LOGITS, Server, serving
 from test_engines_vllm import moved
@@ -22,7 +23,6 @@ from workbench.base.errors import EngineError, Interrupted, SettingError
 from workbench.engines import Request, Sample, Sampler, SamplingSettings, local, paired, remote, server_command
 from workbench.engines.http.server import ServerReply, examine
 from workbench.engines.weights import weights_of
-from workbench.testing.models import make_random_model
 
 TINY = "data/tiny-arith"
 QUICK: dict[str, Any] = {"attempts": 2, "timeout": LONG, "ask_seconds": LONG, "push_seconds": LONG}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_random_model
 from support.shards import counts, difference
 
 import workbench as wb
@@ -20,7 +21,6 @@ from workbench.engines.protocol import SnapshotCost
 from workbench.engines.settings import FsdpSettings
 from workbench.stages.update import PolicyLoss, Update
 from workbench.testing.engines import LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 pytestmark = pytest.mark.slow
 

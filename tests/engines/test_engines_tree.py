@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import make_random_model
 from support.patience import examples
 
 from workbench.base.errors import EngineError
@@ -22,7 +23,6 @@ from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
 from workbench.engines.torch_internals import flash_backward, flash_forward
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 Row = tuple[list[int], list[int], list[int]]
 """Prompt, response, and response mask."""

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.models import make_random_model
 from support.patience import LONG, patience, within
 
 import workbench as wb
@@ -43,7 +44,6 @@ from workbench.engines.vllm_server.engine import (
 from workbench.engines.weights import weights_of
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import EngineContract
-from workbench.testing.models import make_random_model
 
 needs_vllm = pytest.mark.skipif(
     not importable(interpreter(VllmSettings())),

@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from support.models import make_random_model
 
 import workbench as wb
 from workbench.base.errors import DataError, WorkbenchError
 from workbench.runs.preflight import preflight
 from workbench.runs.settings import TrainPlan
-from workbench.testing.models import make_random_model
 
 Case = tuple[Any, str]
 

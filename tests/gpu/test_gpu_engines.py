@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from workbench.testing.models import make_shaped_model
+from support.models import make_shaped_model
 
 pytestmark = [pytest.mark.slow]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda finds none here")

@@ -9,8 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-
-from workbench.testing.models import make_shaped_model
+from support.models import make_shaped_model
 
 PLACE = Path(__file__).parents[1] / "benchmarks" / "gpu_first_day.py"
 CHECKS = (

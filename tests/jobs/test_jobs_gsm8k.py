@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import make_shaped_model
 
 import workbench as wb
 from workbench import cli
-from workbench.testing.models import make_shaped_model
 
 SMALL = {"steps": 2, "batch_size": 2, "group_size": 2, "ppo_mini_batch_size": 2, "max_tokens": 8, "num_eval_rows": 2}
 

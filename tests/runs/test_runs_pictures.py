@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_vision_model
 from support.pictures import geometry
 
 import workbench as wb
 from workbench import cli
 from workbench.base.errors import DataError
 from workbench.dataproto.columns import PIXELS
-from workbench.testing.models import make_vision_model
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from typing import Any
 import pydantic
 import pytest
 import torch
+from support.models import make_shaped_model, make_vision_model
 from support.pictures import geometry
 from support.remote import Server, serving
 
@@ -28,7 +29,6 @@ from workbench.base.errors import OutOfMemory
 from workbench.compat.verl_reward import reward_from
 from workbench.rewards import Status
 from workbench.rewards.judge import parse
-from workbench.testing.models import make_shaped_model, make_vision_model
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("cluster", "compat")]
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
