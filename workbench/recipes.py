@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_type_hints
+from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_args, get_type_hints
 
 from workbench import functional as F
 from workbench.base.config import refuse_unknown, require
@@ -47,17 +47,25 @@ __all__ = [
 P = ParamSpec("P")
 
 
-class PolicyGradientSettings(TypedDict, total=False):
-    """Keyword settings that every recipe takes; `recipes.grpo` explains them."""
+class SampledSettings(TypedDict, total=False):
+    """Keyword settings of every recipe that samples; `recipes.grpo` explains them."""
 
     group_size: int
-    kl_coef: float
-    kl_type: str
-    kl_in_reward: bool
     sampling: SamplingSettings | None
     temperature: float | None
     top_p: float | None
     max_tokens: int | None
+    ppo_epochs: int
+    ppo_mini_batch_size: int | None
+    agent: Any
+
+
+class PolicyGradientSettings(SampledSettings, total=False):
+    """Keyword settings of every policy-gradient recipe; `recipes.grpo` explains them."""
+
+    kl_coef: float
+    kl_type: str
+    kl_in_reward: bool
     clip_ratio_low: float
     clip_ratio_high: float
     loss_mode: str
@@ -70,13 +78,10 @@ class PolicyGradientSettings(TypedDict, total=False):
     off_policy_mask_threshold: float | None
     top_entropy_quantile: float
     mask_truncated: bool
-    ppo_epochs: int
-    ppo_mini_batch_size: int | None
     recompute_old_log_probs: bool
     reference: LogProbModel | None
     ref_sync_steps: int | None
     ref_mixup_alpha: float
-    agent: Any
     teacher: Any
     distill_coef: float
 
@@ -141,16 +146,13 @@ def _policy_gradient(
     a KL controller keeps it. `branching` are settings of a `TreeRollout`, which then replaces the rollout.
     """
     given = {**DEFAULTS, **settings}
-    sampling = _sampling(given["sampling"], **{name: given[name] for name in ("temperature", "top_p", "max_tokens")})
-    rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
-    minis = {name: given[name] for name in ("ppo_epochs", "ppo_mini_batch_size")}
+    rollout, temperature, minis = _sampled(engine, settings, branching, greedy_baseline)
     of_loss = set(PolicyLoss.field_names()) - ({"kl_coef", "kl_type"} if given["kl_in_reward"] else set())
     if given["kl_in_reward"] and given["kl_coef"] and "kl_controller" not in getattr(advantage, "made_with", {}):
         how = {"kl_controller": F.FixedKL(given["kl_coef"]), "kl_type": settings.get("kl_type", "k1")}
         advantage = advantage.with_settings(**how)
     loss = PolicyLoss(**{name: value for name, value in given.items() if name in of_loss})
-    agent, temperature = given["agent"], sampling.temperature or 1.0
-    stages: list[Stage] = [_rollout(engine, agent, branching, rollout), Reward(reward)]
+    stages: list[Stage] = [rollout, Reward(reward)]
     stages += [*after_reward([*stages]), LogProb(engine, entropy=True, temperature=temperature)]
     follows: list[Stage] = []
     if (every := given["ref_sync_steps"]) is not None:
@@ -189,26 +191,44 @@ def _frozen(engine: Any, teacher: Any) -> Any:
     return teacher.reference() if isinstance(teacher, Learner) else teacher
 
 
-def _rollout(engine: Engine, agent: Any, branching: Mapping[str, Any] | None, how: Mapping[str, Any]) -> Stage:
-    """Make the stage that samples: single responses, an agent's episodes, or trees of episodes."""
+def _sampled(
+    engine: Engine,
+    settings: Mapping[str, Any],
+    branching: Mapping[str, Any] | None = None,
+    greedy_baseline: bool = False,
+) -> tuple[Stage, float, dict[str, Any]]:
+    """Make the stage that samples single responses, an agent's episodes, or trees of episodes, by `SampledSettings`;
+    returns (the stage, its temperature, the settings of an update's passes over the batch).
+    """
+    given = {**DEFAULTS, **settings}
+    changes = {name: given[name] for name in ("temperature", "top_p", "max_tokens") if given[name] is not None}
+    if given["sampling"] is not None and changes:
+        found = f"sampling= and {', '.join(changes)}="
+        raise SettingError("sampling is given twice", found=found, do="put all into sampling=, or leave it out")
+    sampling, agent = given["sampling"] or SamplingSettings(**changes), given["agent"]
+    how: dict[str, Any] = {"group_size": given["group_size"], "sampling": sampling}
     if branching is not None:
-        return TreeRollout(engine, agent=agent, **branching, **{key: how[key] for key in ("group_size", "sampling")})
-    return Rollout(engine, **how) if agent is None else EpisodeRollout(engine, agent=agent, **how)
+        stage: Stage = TreeRollout(engine, agent=agent, **branching, **how)
+    elif agent is None:
+        stage = Rollout(engine, greedy_baseline=greedy_baseline, **how)
+    else:
+        stage = EpisodeRollout(engine, agent=agent, greedy_baseline=greedy_baseline, **how)
+    minis = {name: given[name] for name in ("ppo_epochs", "ppo_mini_batch_size")}
+    return stage, sampling.temperature or 1.0, minis
 
 
 def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
-    """Decorator that makes a recipe: its signature shows all `PolicyGradientSettings`, with `defaults`, in place of
-    `**settings`.
+    """Decorator that makes a recipe: its signature shows all names of the annotation of `**settings`, with `defaults`, in
+    its place.
 
     A setting that is None takes the recipe's default. A name that the recipe does not take is refused: the message has
     the nearest one, or for another library's name the one used here.
     """
-    kinds = get_type_hints(PolicyGradientSettings)
 
     def decorated(build: Callable[P, Pipeline]) -> Callable[P, Pipeline]:
         own = dict(inspect.signature(build, eval_str=True).parameters)
         if (shared := own.pop("settings", None)) is not None:
-            for name, kind in kinds.items():
+            for name, kind in get_type_hints(get_args(shared.annotation)[0]).items():
                 default = defaults.get(name, DEFAULTS[name])
                 own[name] = shared.replace(name=name, kind=shared.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -480,7 +500,7 @@ def tree_grpo(
     return _policy_gradient(engine, reward, advantage, branching=trees, after_reward=lambda _: once, **settings)
 
 
-@_recipe()
+@_recipe(group_size=1)
 def distill(
     engine: Engine,
     teacher: Any,
@@ -494,17 +514,10 @@ def distill(
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
     reward: Any = None,
-    group_size: int = 1,
-    sampling: SamplingSettings | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int | None = None,
     loss_agg_mode: str = "token-mean",
-    ppo_epochs: int = 1,
-    ppo_mini_batch_size: int | None = None,
-    agent: Any = None,
     teacher_sync_steps: int | None = None,
     teacher_update_rate: float = 0.05,
+    **settings: Unpack[SampledSettings],
 ) -> Pipeline:
     """On-policy distillation: the student samples, and learns to give each token the probability that the teacher gives it.
 
@@ -552,11 +565,9 @@ def distill(
         frozen = cast(Any, engine).twin()
         follows = [SyncReference(engine, frozen, steps=every, alpha=teacher_update_rate)]
     top_k = 100 if hint and estimator == "full" and top_k is None and not policy_gradient else top_k
-    drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-    heat = drawn.temperature or 1.0
-    how: dict[str, Any] = {"temperature": heat, "ppo_epochs": ppo_epochs, "ppo_mini_batch_size": ppo_mini_batch_size}
-    stages: list[Stage] = [_rollout(engine, agent, None, {"group_size": group_size, "sampling": drawn})]
-    stages += [] if reward is None else [Reward(reward)]
+    rollout, heat, minis = _sampled(engine, settings)
+    how: dict[str, Any] = {"temperature": heat, **minis}
+    stages: list[Stage] = [rollout] if reward is None else [rollout, Reward(reward)]
     if policy_gradient:
         kind = "k1" if estimator in ("full", "sampled") else estimator
         whole = kl == "reverse" and top_k is None
@@ -650,42 +661,27 @@ def dpo(
     )
 
 
-@_recipe()
+@_recipe(group_size=2)
 def online_dpo(
     engine: Engine,
     reward: Any = None,
     *,
     beta: float = 0.1,
     loss: str = "sigmoid",
-    group_size: int = 2,
     label_smoothing: float = 0.0,
     gamma: float = 0.5,
     reference: LogProbModel | None = None,
-    sampling: SamplingSettings | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int | None = None,
-    ppo_epochs: int = 1,
-    ppo_mini_batch_size: int | None = None,
-    agent: Any = None,
+    **settings: Unpack[SampledSettings],
 ) -> Pipeline:
     """Online DPO: the policy's own samples of a prompt, the best against the worst by a reward or judge, are its pairs.
 
     Settings are those of `dpo` and `grpo`. A prompt whose samples have one reward is counted (`pairs/tied`) and teaches
     nothing. Guo et al. 2024, https://arxiv.org/abs/2402.04792.
     """
-    require(group_size > 1, "group_size", expected="≥ 2", found=group_size)
+    require(settings["group_size"] > 1, "group_size", expected="≥ 2", found=settings["group_size"])
     kind = Preference(loss_type=loss, beta=beta, label_smoothing=label_smoothing, gamma=gamma)
-    drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-    first: list[Stage] = [_rollout(engine, agent, None, {"group_size": group_size, "sampling": drawn})]
-    return _preferences(
-        engine,
-        [*first, Reward(reward), BestAndWorst()],
-        kind,
-        reference,
-        ppo_epochs=ppo_epochs,
-        ppo_mini_batch_size=ppo_mini_batch_size,
-    )
+    rollout, _, minis = _sampled(engine, settings)
+    return _preferences(engine, [rollout, Reward(reward), BestAndWorst()], kind, reference, **minis)
 
 
 @_recipe()
@@ -695,15 +691,8 @@ def rft(
     *,
     k: int = 1,
     above: float | None = None,
-    group_size: int = 8,
-    sampling: SamplingSettings | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    max_tokens: int | None = None,
     loss_agg_mode: str = "token-mean",
-    ppo_epochs: int = 1,
-    ppo_mini_batch_size: int | None = None,
-    agent: Any = None,
+    **settings: Unpack[SampledSettings],
 ) -> Pipeline:
     """Rejection sampling: of `group_size` samples of a prompt the k best with a reward of at least `above` become targets of
     supervised fine-tuning.
@@ -711,11 +700,9 @@ def rft(
     Other settings are those of `grpo`; from a recorded run the same is `recipes.sft` on `run.best(k, above)`. Yuan et al. 2023,
     https://arxiv.org/abs/2308.01825; repeated, expert iteration: https://arxiv.org/abs/2312.06585.
     """
-    drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
-    stages = [_rollout(engine, agent, None, {"group_size": group_size, "sampling": drawn}), Reward(reward)]
-    minis = {"ppo_epochs": ppo_epochs, "ppo_mini_batch_size": ppo_mini_batch_size}
-    update = Update(engine, CrossEntropy(loss_agg_mode=loss_agg_mode), temperature=drawn.temperature or 1.0, **minis)  # type: ignore[arg-type]
-    return Pipeline([*stages, KeepBest(k, above), update])
+    rollout, temperature, minis = _sampled(engine, settings)
+    update = Update(engine, CrossEntropy(loss_agg_mode=loss_agg_mode), temperature=temperature, **minis)
+    return Pipeline([rollout, Reward(reward), KeepBest(k, above), update])
 
 
 def _preferences(engine: Any, stages: list[Stage], loss: Preference, reference: Any, **minis: Any) -> Pipeline:
@@ -940,14 +927,3 @@ def _alike(rollouts: Mapping[str, Any], main: str) -> Mapping[str, Any]:
         do = "open an engine for each policy"
         raise SettingError("engines of the policies", expected="another engine for each policy", do=do)
     return rollouts
-
-
-def _sampling(sampling: SamplingSettings | None, **given: float | None) -> SamplingSettings:
-    """Return the sampling settings: `sampling` if given, else the defaults with the given `temperature`, `top_p` and
-    `max_tokens`.
-    """
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if sampling is not None and changes:
-        found = f"sampling= and {', '.join(changes)}="
-        raise SettingError("sampling is given twice", found=found, do="put all into sampling=, or leave it out")
-    return sampling or SamplingSettings(**changes)
