@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from workbench.base.activity import HERE
 from workbench.base.config import require
 from workbench.base.errors import DataError, describe
@@ -45,6 +43,7 @@ from workbench.runs.batch_metrics import by_prompt, pass_at_ks, sample_metrics
 from workbench.runs.checkpoint import verified, verify
 from workbench.runs.folder import is_run, read_settings, step_file, step_files
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
+from workbench.stages.filtering import joined
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, of_rows, score_columns
 from workbench.stages.rollout import Rollout
@@ -375,19 +374,12 @@ def _mean(values: list[float]) -> float:
 
 
 def _joined(parts: list[DataProto]) -> DataProto:
-    """Join scored batches into one: responses padded to one width, scores, and the columns that all batches have. A
-    reward part that a batch lacks is NaN there.
-    """
+    """Join scored batches into one: their responses and scores, and the object columns that all batches have."""
     parts = alike(parts)
-    width = max(part["response_mask"].shape[1] for part in parts)
-    named = dict.fromkeys(name for part in parts for name in part.batch if name.startswith(REWARD_PREFIX))
     objects = [name for name in parts[0].non_tensor_batch if all(name in part for part in parts)]
-    joined = []
-    for part in parts:
-        extra = (0, width - part["response_mask"].shape[1])
-        wide = {name: torch.nn.functional.pad(part[name], extra) for name in ("responses", "response_mask")}
-        missing = torch.full((len(part),), float("nan"))
-        scores = {name: part.batch.get(name, missing) for name in named}
-        kept = part.without("responses", "response_mask").select(["reward", "scored"], objects)
-        joined.append(kept.with_columns({**wide, **scores}))
-    return DataProto.concat(joined)
+
+    def kept(part: DataProto) -> DataProto:
+        rewards = [name for name in part.batch if name.startswith(REWARD_PREFIX)]
+        return part.select(["responses", "response_mask", "reward", "scored", *rewards], objects)
+
+    return joined([*map(kept, parts)])

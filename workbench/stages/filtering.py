@@ -186,11 +186,11 @@ class Resample(BaseStage):
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's.
+    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's. They may lack prompts.
 
     A reward part or extra that only some batches have is NaN or `MISSING` in the others.
     """
-    width_s = max(part["prompts"].shape[1] for part in parts)
+    width_s = max((part["prompts"].shape[1] for part in parts if "prompts" in part), default=0)
     width_t = max(part["responses"].shape[1] for part in parts)
     first = parts[0].meta_info
     every = _alike(alike(parts))
@@ -216,7 +216,7 @@ def _empty_columns(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any
 
 def _widened(part: DataProto, width_s: int, width_t: int) -> DataProto:
     """Pad a batch with zeros to the widths S and T: prompts on the left, responses on the right."""
-    s, t = width_s - part["prompts"].shape[1], width_t - part["responses"].shape[1]
+    s, t = width_s and width_s - part["prompts"].shape[1], width_t - part["responses"].shape[1]
     columns = {name: part[name] for name in part.columns}
     for name in part.batch if s or t else ():
         column = declared(name)
