@@ -45,6 +45,7 @@ from workbench.runs.folder import strict
 from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import append_line
 from workbench.stages.pipeline import Pipeline
+from workbench.steps.tune import product_rate
 from workbench.views import document as doc
 
 log = logging.getLogger("workbench")
@@ -346,13 +347,8 @@ def peak(cards: Sequence[str]) -> tuple[float | None, str]:
     if device := cards[0]:
         card = card_of(device)
         return (card.flops, f"{card.name}'s data sheet") if card else (None, f"no figures are known of {device}")
-    size, best = 384, float("inf")
-    a = torch.ones(size, size)
-    for _ in range(5):
-        began = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best, f"measured: float32 products on the CPU, {torch.get_num_threads()} threads"
+    measured = f"measured: float32 products on the CPU, {torch.get_num_threads()} threads"
+    return product_rate(torch.float32), measured
 
 
 # --- Prometheus -----------------------------------------------------------------------------------
