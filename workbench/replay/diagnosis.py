@@ -19,7 +19,7 @@ from workbench.datasets.records import truth_of
 from workbench.functional.masking import masked_mean
 from workbench.replay.audit import Audit
 from workbench.rewards.score import Score, as_text
-from workbench.runs.symptoms import WINDOW, Rows, Symptom, series, step_of
+from workbench.runs.symptoms import WINDOW, Rows, Symptom, mean_of, series, step_of
 
 TRACES, SAMPLES = 3, 1024
 """Number of recorded steps that are read (the last ones), and most rows that are read of each."""
@@ -65,11 +65,11 @@ class Evidence:
 
     def first(self, name: str) -> float | None:
         """Return a metric's mean over the first five steps; None where it is not recorded."""
-        return _mean(self.rows[:WINDOW], name)
+        return mean_of(self.rows[:WINDOW], name)
 
     def last(self, name: str) -> float | None:
         """Return a metric's mean over the last five steps; None where it is not recorded."""
-        return _mean(self.rows[-WINDOW:], name)
+        return mean_of(self.rows[-WINDOW:], name)
 
     @property
     def step(self) -> int:
@@ -92,11 +92,6 @@ class Evidence:
     def look(self, order: str = "worst") -> str:
         """Return the line of code that shows the samples of the last recorded step."""
         return f'wb.views.samples(run.traces[{self.step}], order="{order}")' if self.samples else "run.curves()"
-
-
-def _mean(rows: Rows, name: str) -> float | None:
-    values = series(rows, name)
-    return fmean(values) if values else None
 
 
 def gathered(rows: Rows, batches: Mapping[int, Any], **found: Any) -> Evidence:
@@ -513,7 +508,7 @@ def one_part(seen: Evidence) -> Iterator[Finding]:
     if len(seen.rows) < 20 or (seen.last("critic/score/mean") or 0.0) - (seen.first("critic/score/mean") or 0.0) < 0.1:
         return
     names = sorted({name for row in half for name in row if re.fullmatch(r"reward/(?!status/).+/mean", name)})
-    ends = {name: (_mean(half[:WINDOW], name) or 0.0, seen.last(name) or 0.0) for name in names}
+    ends = {name: (mean_of(half[:WINDOW], name) or 0.0, seen.last(name) or 0.0) for name in names}
     rising = [name for name, (first, last) in ends.items() if last - first > 0.15]
     still = [name for name, (first, last) in ends.items() if abs(last - first) < 0.03 and last < 0.9]
     if len(rising) == 1 and still:

@@ -73,13 +73,14 @@ def running(rows: Rows, name: str) -> list[float]:
     return [fmean(values[at : at + WINDOW]) for at in range(max(len(values) - WINDOW + 1, min(len(values), 1)))]
 
 
-def _mean(rows: Rows, name: str) -> float | None:
+def mean_of(rows: Rows, name: str) -> float | None:
+    """Return the metric's mean over the rows where it is a number; None where there is none."""
     values = series(rows, name)
     return fmean(values) if values else None
 
 
 def _last(rows: Rows, name: str) -> float | None:
-    return _mean(rows[-WINDOW:], name)
+    return mean_of(rows[-WINDOW:], name)
 
 
 def _cut(rows: Rows) -> float:
@@ -136,7 +137,7 @@ def _above(name: str, metrics: Sequence[str], limit: float, found: str, do: str)
 
 
 def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
-    first, last = _mean(rows[:WINDOW], "actor/entropy"), _last(rows, "actor/entropy")
+    first, last = mean_of(rows[:WINDOW], "actor/entropy"), _last(rows, "actor/entropy")
     if first is not None and last is not None and last < 0.1 * first:
         do = "the policy repeats itself and groups lose their spread: raise clip_ratio_high, entropy_coeff or the temperature, lower lr"
         found = f"{first:.3g} → {last:.3g} nats a token"
@@ -144,7 +145,7 @@ def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
-    first, last = _mean(rows[:WINDOW], "response_length/mean"), _last(rows, "response_length/mean")
+    first, last = mean_of(rows[:WINDOW], "response_length/mean"), _last(rows, "response_length/mean")
     cut = _cut(rows)
     if first and last is not None and (last > 2 * first or last < 0.5 * first):
         tail = f", {cut:.0%} cut off at the limit" if cut > 0.1 else ""
@@ -154,7 +155,7 @@ def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _more_cut_off(rows: Rows, _: Any) -> Iterator[Symptom]:
-    first, last = _mean(rows[:WINDOW], "response/cut_ratio"), _last(rows, "response/cut_ratio")
+    first, last = mean_of(rows[:WINDOW], "response/cut_ratio"), _last(rows, "response/cut_ratio")
     if first is not None and last is not None and last > 0.3 and last - first > 0.2:
         do = "cut responses are scored without their end: raise max_tokens, or use dapo's overlong penalty"
         found = f"{first:.0%} → {last:.0%} of the responses"
@@ -162,7 +163,7 @@ def _more_cut_off(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
-    first, last = _mean(rows[:WINDOW], "advantage/zero_share"), _last(rows, "advantage/zero_share")
+    first, last = mean_of(rows[:WINDOW], "advantage/zero_share"), _last(rows, "advantage/zero_share")
     grown = len(rows) > 2 * WINDOW and first is not None and last is not None and last > 0.5 and last - first > 0.2
     if last is not None and (last > 0.7 or grown):
         before = f", {first:.0%} at first" if grown else ""
@@ -197,7 +198,7 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
-    lost, size = (_mean(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
+    lost, size = (mean_of(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
     if lost and size and lost > 0.25 * size:
         do = "set stale='keep' to wait for late groups, or a larger max_lag to allow older ones"
         found = f"{lost:.3g} of {size:.3g} groups per step"
