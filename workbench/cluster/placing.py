@@ -6,7 +6,7 @@ workers of a reward score the rows of a batch side by side, and the scores come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +30,7 @@ from workbench.engines.protocol import WeightSink
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.workers.hosted import KINDS, Hosted, Replicas, host
 from workbench.engines.workers.processes import Ranks
-from workbench.rewards.base import BaseReward
+from workbench.rewards.base import Around, BaseReward
 from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, failed
 
@@ -330,7 +330,7 @@ class _Scoring:
         return self.reward.judge(rows) if rows else []
 
 
-class PlacedReward(BaseReward):
+class PlacedReward(Around):
     """A reward that workers on a cluster compute. Made by `Cluster.judge`; used as any other reward."""
 
     def __init__(self, cluster: Session, inner: BaseReward, workers: int, seats: Mapping[str, Any]) -> None:
@@ -345,33 +345,9 @@ class PlacedReward(BaseReward):
         self._group: RayRanks | None = None
         self._started()
 
-    @property
-    def source(self) -> str | None:
-        """The source text of the reward that the workers compute."""
-        return self.inner.source
-
-    @property
-    def binding(self) -> Mapping[str, str]:
-        """The binding of the reward that the workers compute."""
-        return self.inner.binding
-
     def settings(self) -> dict[str, Any]:
         """The settings of the reward that the workers compute, and how many workers there are."""
         return {**self.inner.settings(), "cluster_workers": self.workers}
-
-    def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before any work, where `columns` lack one that the reward reads."""
-        self.inner.check_signature(columns)
-
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Check rows as the inner reward does: raises `DataError`, before any work, where it can score none of them."""
-        return self.inner.check_rows(rows)
-
-    def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
-        """Check a model as the inner reward does: raises, before any work, where the model cannot write what the reward
-        expects.
-        """
-        self.inner.check_sampler(tokenizer, switches)
 
     def _started(self) -> RayRanks:
         if self._group is None or self._group.closed is not None:

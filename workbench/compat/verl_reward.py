@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,7 +20,7 @@ from workbench.engines.http.chat import ClassifyEndpoint
 from workbench.engines.local_engine.classifier import classifier as local_classifier
 from workbench.engines.protocol import Classified, Classifier
 from workbench.engines.vllm_server.engine import tokenizer_of, vllm_classifier
-from workbench.rewards.base import BaseReward, padded, row_views
+from workbench.rewards.base import Around, BaseReward, padded, row_views
 from workbench.rewards.managers import MANAGERS, FileManagerReward, ManagerReward, NaiveRewardManager, manager_class
 from workbench.rewards.reward import Rubric, by_data_source
 from workbench.rewards.runner import FileFunction, RateLimit, load_function
@@ -436,7 +436,7 @@ class _LimitedClassifier:
         return ", ".join([self._classifier.describe(), *self._facts])
 
 
-class VerlReward(ManagerReward):
+class VerlReward(Around, ManagerReward):
     """The reward that `reward_from` makes with a manager: it scores a rollout's batch, or rows without tensors.
 
     Rows without tensors (`dry_run`, parts of a `Rubric`) are scored by workbench's own managers as they are; for a
@@ -452,35 +452,16 @@ class VerlReward(ManagerReward):
         changing = ("custom_reward_function.", "reward_model.", "reward_manager.module.")
         self.block = None if any(key.startswith(changing) for key in given) else without_secrets(_plain_value(given))
         self._tokenizer, self._file = tokenizer, file
-        self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file
+        self.inner = manager.reward if isinstance(manager, NaiveRewardManager) else file or BaseReward(name)
         if isinstance(manager, NaiveRewardManager):
             self.name = f"{name}({manager.reward.name})"
             self.in_process = manager.reward.in_process
             self.reads = manager.reward.reads  # type: ignore[assignment]
 
-    @property
-    def source(self) -> str | None:
-        """The source of the function, or of the manager's file."""
-        return self._inner.source if self._inner is not None else None
-
-    @property
-    def binding(self) -> Mapping[str, str]:
-        """Argument of the function → a description of what fills it."""
-        return self._inner.binding if self._inner is not None else {}
-
     def settings(self) -> dict[str, Any]:
         """Return the `reward.*` settings as they were passed, and the settings of the reward inside."""
-        inner = {"scorer": self._inner.settings()} if self._inner is not None else {}
+        inner = {} if type(self.inner) is BaseReward else {"scorer": self.inner.settings()}
         return {**super().settings(), "given": without_secrets(_plain_value(self.given)), **inner}
-
-    def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before any row is scored, if the scorer needs a column that is not in `columns`."""
-        if self._inner is not None:
-            self._inner.check_signature(columns)
-
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Return "" or how many rows of a data set the scorer cannot score. Raises `DataError` where it can score none."""
-        return self._inner.check_rows(rows) if self._inner is not None else ""
 
     def close(self) -> None:
         """End the worker processes of the manager."""

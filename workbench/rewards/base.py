@@ -164,6 +164,36 @@ class BaseReward:
         return self.settle(self.judged(row_views(batch)))
 
 
+class Around(BaseReward):
+    """Base class of rewards that have their scores from another one, `inner`: what is asked of a reward before a run, that
+    one answers."""
+
+    inner: BaseReward
+
+    @property
+    def source(self) -> str | None:
+        """The source code of the function inside, or its judge's prompt; None where there is neither."""
+        return self.inner.source
+
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """Argument of the function inside → a description of the value that fills it."""
+        return self.inner.binding
+
+    def check_signature(self, columns: Sequence[str]) -> None:
+        """Raise `RewardError`, before any work, where `columns` lack one that the reward inside reads."""
+        self.inner.check_signature(columns)
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Check rows as the reward inside does: raises `DataError`, before any work, where it can score none of them."""
+        return self.inner.check_rows(rows)
+
+    def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
+        """Check a model as the reward inside does: raises, before any work, where the model cannot write what that
+        expects."""
+        self.inner.check_sampler(tokenizer, switches)
+
+
 def _broken(score: Score) -> bool:
     return score.status is Status.INFRA_ERROR
 
