@@ -244,6 +244,23 @@ def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
     return asyncio.wrap_future(in_steps(function, *args))
 
 
+def in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
+    """Call `work` in a daemon thread, which does not keep the process alive; returns a future of its result, and the
+    thread."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a thread cannot be stopped: from now on it may always set its result
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
+            future.set_exception(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
+    thread.start()
+    return future, thread
+
+
 async def beside(function: Callable[..., T], *args: Any) -> T:
     """Run a blocking function in a thread and await it, so that the caller's event loop (buttons, displays) goes on.
 

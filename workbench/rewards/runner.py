@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -589,15 +588,14 @@ def _score(record: dict[str, Any]) -> Any:
 
 async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:
     """Run blocking work in a new daemon thread and await its result; the process can exit without waiting for it."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # a thread cannot be stopped: from now on it may always set its result
 
-    def run() -> None:
+    def plainly() -> T:
         try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited, where a StopIteration cannot be
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            future.set_exception(error if plain else RuntimeError(first_line(error)))
+            return work()
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            raise RuntimeError(first_line(error)) from error  # what an event loop cannot pass on
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    future, _ = runtime.in_thread(name, plainly)
     return await asyncio.wrap_future(future)

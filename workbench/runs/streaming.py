@@ -44,7 +44,7 @@ from workbench.runs.folder import write_json
 from workbench.stages.filtering import joined
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, of_rows
-from workbench.steps.execute import DRAWN, in_thread, sampler_of
+from workbench.steps.execute import DRAWN, sampler_of
 from workbench.steps.trace import Phase, Trace, describe_settings, perform
 
 log = logging.getLogger("workbench")
@@ -342,7 +342,7 @@ class Stream:
         start = self._batch_of(part + 1).select_idxs(torch.tensor([row]))
         group = StreamGroup(place, self._fresh, tries, start, heals=self._heals)
         self._under_way[place] = group
-        in_thread("workbench-stream", runtime.releasing_team(functools.partial(self._drawn, group)))
+        runtime.in_thread("workbench-stream", runtime.releasing_team(functools.partial(self._drawn, group)))
 
     def _watch_idle(self) -> None:
         """Count the seconds in which the sampler has nothing to do although steps are still to come."""

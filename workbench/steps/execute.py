@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from workbench.base import runtime
 from workbench.base.errors import SettingError, VersionMismatch, first_line
@@ -43,7 +42,6 @@ from workbench.stages.targets import DataResponses
 from workbench.steps.trace import Phase, Trace, completed, perform
 
 log = logging.getLogger("workbench")
-T = TypeVar("T")
 
 MOST = 1
 """Most steps that rows may be sampled ahead, and most policy versions that they may be behind."""
@@ -75,22 +73,6 @@ def _in_order(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
         yield trace
 
 
-def in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """Call `work` in a daemon thread, which does not keep the process alive; returns a future of its result, and the
-    thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
-            future.set_exception(error)
-
-    thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
-    thread.start()
-    return future, thread
-
-
 # --- a reward beside the other stages -----------------------------------------------------------
 
 _SAME_ROWS = ("old_log_prob", "ref_log_prob", "values", "exact_kl")
@@ -104,7 +86,7 @@ class StreamingReward:
     def __init__(self, reward: BaseReward) -> None:
         self._reward = reward
         self._arrived: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
-        self._scores, _ = in_thread("workbench-early-reward", self._scored)
+        self._scores, _ = runtime.in_thread("workbench-early-reward", self._scored)
 
     def arrive(self, row: int, columns: Mapping[str, Any], sample: Sample) -> None:
         """Queue a finished row (or episode) of number `row` for scoring, with its columns and sampled response."""
@@ -334,7 +316,7 @@ class Ahead:
 
     def _begin(self, step: int) -> None:
         prompts, held = self._batch_of(step), self._engine.hold()
-        self._drawn[step], thread = in_thread("workbench-ahead", functools.partial(self._draw, prompts, held))
+        self._drawn[step], thread = runtime.in_thread("workbench-ahead", functools.partial(self._draw, prompts, held))
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
     def _draw(self, batch: DataProto, held: WeightPin) -> Trace:

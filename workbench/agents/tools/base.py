@@ -6,7 +6,6 @@ A plain typed function is a tool, too: its schema comes from type hints and docs
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import itertools
@@ -364,11 +363,10 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """
     if not _threads.acquire(blocking=False):
         raise RuntimeError(f"no thread is free for a tool: {MAX_THREADS} are running, or never returned")
-    context = contextvars.copy_context()
 
     def work() -> Any:
         try:
-            return context.run(function, *args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             _threads.release()
 
