@@ -155,12 +155,10 @@ class TurnTokens:
         place = self._processor.token_id
         return tuple(STAND_IN if drawn and one == place else one for one, drawn in zip(ids, mask, strict=True))
 
-    def delta(
-        self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
-    ) -> tuple[int, ...]:
+    def delta(self, messages: Sequence[Message], wrote: Sequence[int] = ()) -> tuple[int, ...]:
         """Encode the token ids to append after an assistant turn with the ids `wrote`, so that the model reads
         `messages`."""
-        return self._ids_after_end(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
+        return self._ids_after_end(*self._unwritten(messages, wrote), wrote, self._encoded)
 
     def _ids_after_end(
         self, ending: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
@@ -172,13 +170,13 @@ class TurnTokens:
         ids = encoded(ending + text)
         return ids if not ending else ids[1:] if ids and ids[0] == int(wrote[-1]) else encoded(text)
 
-    def _unwritten(self, messages: Sequence[Message], wrote: Sequence[int], generation: bool = True) -> tuple[str, str]:
+    def _unwritten(self, messages: Sequence[Message], wrote: Sequence[int]) -> tuple[str, str]:
         """Return (the end token that the model wrote, or "", the template's text after it), so that the end token is
         not written twice."""
         last = int(wrote[-1]) if len(wrote) else None
         ended = last in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}
         ending = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
-        text = self.delta_text(messages, generation=generation, ending=ending)
+        text = self.delta_text(messages, ending=ending)
         closing = self._closing_text(messages, ending) if ending else ""
         if ending and text.startswith(ending):  # GLM's `<|observation|>`: the model begins the next turn itself
             closing = closing or ending
