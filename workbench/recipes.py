@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_args, get_type_h
 
 from workbench import functional as F
 from workbench.base.config import refuse_unknown, require
-from workbench.base.errors import SettingError, unknown
+from workbench.base.errors import SettingError, check_name
 from workbench.compat.trl import TrlSettings, trl_settings
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.local_engine.engine import local
@@ -834,8 +834,7 @@ def by_name(name: str) -> Callable[..., Pipeline]:
         "by_name", "distill", "dpo", "like_trl", "online_dpo", "reward_model", "rft", "sft", "tree_grpo", "with_rollout_correction",
     }  # fmt: skip
     known = {one: globals()[one] for one in __all__ if one not in others}
-    if name not in known:
-        raise SettingError(unknown("recipe", name, known))
+    check_name("recipe", name, known)
     return cast(Callable[..., Pipeline], known[name])
 
 

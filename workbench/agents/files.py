@@ -15,8 +15,8 @@ from workbench.agents.tools.base import BaseTool, same_arguments, tool_schema
 from workbench.agents.tools.mcp_servers import MCPTool, mcp_tools
 from workbench.agents.tools.shipped import Calculator, Gsm8kAnswer, PythonTool, Search
 from workbench.agents.tools.terminal import Terminal
-from workbench.base.config import read_yaml
-from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, unknown
+from workbench.base.config import read_yaml, require
+from workbench.base.errors import SettingError, WorkbenchError, boundary, check_name, describe, unknown
 from workbench.rewards.runner import MAX_BYTES, ROOTS, allowed_roots, check_roots
 
 TOOLS: Mapping[str, type] = {
@@ -57,8 +57,7 @@ def _make_entries(
     objects: list[Any] = []
     for number, entry in enumerate(entries):
         try:
-            if not isinstance(entry, Mapping):
-                raise SettingError(f"entry in the list {key!r}", expected="a mapping", found=describe(entry))
+            require(isinstance(entry, Mapping), f"entry in the list {key!r}", expected="a mapping", found=entry)
             with boundary(f"making this {kind}", SettingError):
                 objects += make(entry)
         except WorkbenchError as error:
@@ -113,8 +112,7 @@ def load_tools(path: str | Path, *, sandbox: Any = None, roots: Sequence[str | P
 
 def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], folder: Path) -> list[BaseTool]:
     for name in entry:
-        if name not in _OF_A_TOOL:
-            raise SettingError(unknown("key of a tool in a yaml file", name, _OF_A_TOOL))
+        check_name("key of a tool in a yaml file", name, _OF_A_TOOL)
     config = dict(entry.get("config") or {})
     schema = entry.get("tool_schema")
     cls = find_class(entry.get("class_name", entry.get("name")), "tool", TOOLS, roots)
@@ -122,8 +120,7 @@ def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], 
         short = {key: entry[key] for key in ("name", "description", "parameters") if entry.get(key) is not None}
         schema = {**getattr(cls, "SCHEMA", {}), **short}
     kind = config.pop("type", "mcp" if cls is MCPTool else "native")
-    if kind not in ("native", "mcp"):
-        raise SettingError("config.type of a tool in a yaml file", expected="native or mcp", found=describe(kind))
+    require(kind in ("native", "mcp"), "config.type of a tool in a yaml file", expected="native or mcp", found=kind)
     if kind == "mcp":
         return list(_from_servers(entry, config, folder))
     tool: BaseTool

@@ -14,8 +14,8 @@ import torch
 
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.protocol import AgentLoopOutput
-from workbench.base.config import Remembering
-from workbench.base.errors import SettingError, describe, unknown
+from workbench.base.config import Remembering, require
+from workbench.base.errors import SettingError, check_name, describe, unknown
 from workbench.base.shown import Shown
 from workbench.datasets.rendering import check_tools, encode, render
 from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switches_of
@@ -295,10 +295,8 @@ def register(name: str) -> Callable[[C], C]:
 def agent_loop(name: str) -> type[AgentLoopBase]:
     """Return the agent loop class registered under this name or alias. Raises `SettingError`, with the nearest name,
     for others."""
-    loop = _LOOPS.get(_ALIASES.get(name, name))
-    if loop is None:
-        raise SettingError(unknown("registered agent loop", name, (*_LOOPS, *_ALIASES)))
-    return loop
+    check_name("registered agent loop", name, (*_LOOPS, *_ALIASES))
+    return _LOOPS[_ALIASES.get(name, name)]
 
 
 class Loops:
@@ -372,8 +370,7 @@ def _make_agent(agent: Any, response_length: int | None) -> AgentLoopBase:
         except TypeError as cause:
             what = f"agent loop {agent.__name__} needs arguments"
             raise SettingError(what, found=str(cause), do=f"give an object: agent={agent.__name__}(…)") from cause
-    if not isinstance(agent, AgentLoopBase):
-        raise SettingError("agent=", expected="an agent loop, or the name of one", found=describe(agent))
+    require(isinstance(agent, AgentLoopBase), "agent=", expected="an agent loop, or the name of one", found=agent)
     return agent
 
 

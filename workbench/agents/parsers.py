@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from workbench.agents.protocol import FunctionCall, ToolParser
 from workbench.base.config import require
-from workbench.base.errors import SettingError, describe, unknown
+from workbench.base.errors import SettingError, check_name, describe
 from workbench.base.files import strict_json
 
 MAX_CALLS = 64
@@ -75,8 +75,7 @@ def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
 def tool_parser(name: str) -> ToolParser:
     """Make the tool parser that is registered under a name. Raises `SettingError`, which lists the names, for an
     unknown one."""
-    if name not in _PARSERS:
-        raise SettingError(unknown("tool parser", name, _PARSERS))
+    check_name("tool parser", name, _PARSERS)
     return _PARSERS[name]()
 
 

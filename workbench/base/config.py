@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
-from workbench.base.errors import SettingError, WorkbenchError, describe, first_line, unknown
+from workbench.base.errors import SettingError, WorkbenchError, check_name, describe, first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,8 +53,7 @@ def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], elsewh
     for name in names:
         if name in elsewhere:
             raise SettingError(f"{what} has no setting {name!r}", do=f"in workbench it is {elsewhere[name]}")
-        if name not in known:
-            raise SettingError(unknown(f"setting of {what}", name, known))
+        check_name(f"setting of {what}", name, known)
 
 
 DEPTH, SIZE = 100, 10_000_000
@@ -226,8 +225,7 @@ def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
         raise
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as cause:
         raise SettingError(f"{what} cannot be read", found=first_line(cause)) from cause
-    if not isinstance(document, dict):
-        raise SettingError(f"content of {what}", expected="lines `name: value`", found=describe(document))
+    require(isinstance(document, dict), f"content of {what}", expected="lines `name: value`", found=document)
     return document
 
 

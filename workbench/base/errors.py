@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,6 +166,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     hint = f"did you mean {close!r}?" if close else None
     article = "an" if re.match("(?!uni|use|one|eu)[aeiou]", kind, re.IGNORECASE) else "a"
     return message(f"{name!r} is not {article} {kind}", expected=f"one of {', '.join(names) or '(none)'}", do=hint)
+
+
+def check_name(kind: str, name: str, known: Collection[str], error: type[WorkbenchError] = SettingError) -> None:
+    """Raise `error` for a name of some kind that is not among the known ones; the message is that of `unknown`."""
+    if name not in known:
+        raise error(unknown(kind, name, known))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.config import require
-from workbench.base.errors import SettingError, WorkerLost, unknown
+from workbench.base.errors import SettingError, WorkerLost, check_name
 from workbench.cluster.fitting import ALONE, Placement, spread
 from workbench.cluster.holding import Session
 from workbench.cluster.pools import Pool, nodes
@@ -135,8 +135,7 @@ def serve(
     of a held `pool`. `threads` is the number of torch's threads in each worker. Raises as `place` does.
     """
     cluster.check()
-    if engine not in KINDS:
-        raise SettingError(unknown("engine", engine, KINDS))
+    check_name("engine", engine, KINDS)
     require(replicas > 0, "argument replicas of serve", expected="≥ 1", found=replicas)
     there = any(node.gpus for node in nodes())
     each = float(settings.get("tensor_parallel_size", 1) if there else 0) if gpus is None else gpus
@@ -185,8 +184,7 @@ def _admit(
     A pool that is held for another model is refused.
     """
     cluster.check()
-    if learner != "fsdp":
-        raise SettingError(unknown("learner", learner, ("fsdp",)))
+    check_name("learner", learner, ("fsdp",))
     if rollout is not None and ranks is None and pool not in cluster.pools and any(node.gpus for node in nodes()):
         expected = f"the number of GPUs for the learner; the samplers in pool {rollout!r} get the others"
         raise SettingError("argument ranks of place is missing", expected=expected)

@@ -24,7 +24,7 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.base.distribution import install, require_package
-from workbench.base.errors import EngineError, SettingError, first_line, message, unknown
+from workbench.base.errors import EngineError, SettingError, check_name, first_line, message
 from workbench.cluster import discovery, fitting, placing, ray_internals
 from workbench.cluster.fitting import Fit
 from workbench.cluster.holding import Session
@@ -466,8 +466,7 @@ def open_engine(
     `settings` are `LocalSettings`. Raises `SettingError` for another name, and what the engines raise.
     """
     for what, word, known in (("engine", engine, ("local", "ray")), ("sampler", sampler, ("local", "vllm"))):
-        if word not in known:
-            raise SettingError(unknown(what, word, known))
+        check_name(what, word, known)
     if engine == "ray":
         there = _open if address is None and _open is not None and not _open.closed else connect(address)
         return there.place(model, sampler=sampler, **settings)

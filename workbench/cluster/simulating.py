@@ -22,7 +22,7 @@ from typing import Any
 
 from workbench.base.cards import CARDS
 from workbench.base.config import require
-from workbench.base.errors import RunError, unknown
+from workbench.base.errors import RunError, check_name
 from workbench.base.shown import Shown
 
 SHARE = 0.4
@@ -124,8 +124,7 @@ class Rates:
         operations per `active` parameter (a pass for the old log-probs, forward, backward), at the share `share` of the
         card's peak. A push sends the weights over one link.
         """
-        if card not in CARDS:
-            raise RunError(unknown("card", card, CARDS))
+        check_name("card", card, CARDS, RunError)
         sheet, weights = CARDS[card], 2 * parameters
         speed = reads * sheet.bandwidth * tensor_parallel
         notes = (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workbench.base.errors import DataError, boundary, describe, first_line, unknown
+from workbench.base.errors import DataError, boundary, check_name, describe, first_line
 from workbench.dataproto.columns import REWARD_PREFIX, declared
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
@@ -154,8 +154,7 @@ def _kind(records: Sequence[DumpRecord], kind: str | None) -> str:
     """Return the kind of a dump. Raises `DataError` for an unknown kind, for records of no kind, and for files of
     several kinds."""
     if kind is not None:
-        if kind not in KINDS:
-            raise DataError(unknown("kind of dump", str(kind), KINDS))
+        check_name("kind of dump", str(kind), KINDS, DataError)
         return kind
     firsts = [next(group) for _, group in itertools.groupby(records, key=lambda one: one.file)]
     kinds = [_detected(record) for record in firsts]
@@ -341,8 +340,7 @@ def _weights(table: Mapping[str, list[Any]], kind: str, rewards: Any) -> tuple[d
         weights, parts = _usual_weights(table, kind, [name for name in numeric if name not in _ADVANTAGE])
         return weights, {name: numeric[name] for name in parts}
     for name in weights:
-        if name not in numeric:
-            raise DataError(unknown("column of numbers in this dump", str(name), numeric))
+        check_name("column of numbers in this dump", str(name), numeric, DataError)
     return weights, {name: numeric[name] for name in weights}
 
 

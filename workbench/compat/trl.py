@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from workbench.base.config import require
-from workbench.base.errors import SettingError, describe, unknown
+from workbench.base.errors import SettingError, check_name, describe
 from workbench.compat.verl_command import keys, parsed
 
 VERSION = "1.16"
@@ -222,8 +222,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 def _check(name: str, value: Any) -> None:
     """Raise `SettingError` for an argument that is unknown, or refused with this value."""
-    if name not in arguments():
-        raise SettingError(unknown(f"argument of TRL {VERSION}'s GRPOConfig", name, arguments()))
+    check_name(f"argument of TRL {VERSION}'s GRPOConfig", name, arguments())
     entry, value = arguments()[name], getattr(value, "value", value)
     allowed = [parsed(word) for word in entry.unless]
     if entry.kind == "refused" and not any(value == one and type(value) in (type(one), int, float) for one in allowed):

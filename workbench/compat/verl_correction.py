@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.base.config import Settings, nested, require
-from workbench.base.errors import SettingError, unknown
+from workbench.base.errors import SettingError, check_name
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 _WEIGHTS: Mapping[str, Mapping[str, Any]] = {
@@ -88,8 +88,7 @@ def _preset_or_text(text: str) -> Mapping[str, Any]:
 
     name = text.strip().removeprefix("RolloutCorrectionConfig.").removesuffix("()")
     if name.isidentifier():
-        if name not in PRESETS:
-            raise SettingError(unknown("preset of rollout correction", name, PRESETS))
+        check_name("preset of rollout correction", name, PRESETS)
         return PRESETS[name]
     try:
         block = yaml.safe_load(text)

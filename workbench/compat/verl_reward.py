@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from workbench.base.config import coerce
-from workbench.base.errors import SettingError, boundary, describe, unknown
+from workbench.base.config import coerce, require
+from workbench.base.errors import SettingError, boundary, unknown
 from workbench.base.shown import without_secrets
 from workbench.compat.verl_command import leaves
 from workbench.dataproto.core import DataProto
@@ -132,16 +132,14 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
     Settings that are None are left out. Raises `SettingError` for an unknown key, a wrong type, and a setting that is
     given twice.
     """
-    if not isinstance(settings, Mapping):
-        raise SettingError("the reward settings", expected="a dict", found=describe(settings))
+    require(isinstance(settings, Mapping), "the reward settings", expected="a dict", found=settings)
     block: dict[str, Any] = {}
     for path, value in leaves(settings):
         name = _current_name(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
         group = any(known.startswith(f"{name}.") for known in BLOCK)
         if value is None or (group and value == {}):
             continue
-        if group:
-            raise SettingError(f"reward.{name}", expected="settings in a dict", found=describe(value))
+        require(not group, f"reward.{name}", expected="settings in a dict", found=value)
         place, key = _place(block, name)
         value = coerce(f"reward.{name}", value, BLOCK[name]) if name in BLOCK else value
         if place.setdefault(key, value) != value:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.base.config import require
-from workbench.base.errors import DataError, boundary, describe, unknown
+from workbench.base.errors import DataError, boundary, check_name, describe
 from workbench.datasets import files
 from workbench.datasets.records import cells_of, last_box, text_fields, to_row
 
@@ -99,8 +99,7 @@ def convert(
 
 
 def _kind_named(kind: str, tool: str | None) -> Kind:
-    if kind not in KINDS:
-        raise DataError(unknown("kind of data set", kind, KINDS))
+    check_name("kind of data set", kind, KINDS, DataError)
     if tool is not None and KINDS[kind].ability == "code":
         kinds = [name for name, one in KINDS.items() if one.ability != "code"]
         raise DataError(f"tool={tool!r} for {kind}", expected=f"a kind with a written answer: {', '.join(kinds)}")

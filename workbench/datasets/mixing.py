@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from workbench.base.errors import DataError, describe, unknown
+from workbench.base.errors import DataError, check_name, describe
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Cursor, Drawn, Rows, common_limit, permutation, place
@@ -271,8 +271,7 @@ def mix(
         >>> rows = wb.datasets.mix({"gsm8k": a, "math": b, "code": c}, weights=[.5, .3, .2])  # doctest: +SKIP
     """
     named = _name_parts(parts)
-    if exhausted not in ("cycle", "stop"):
-        raise DataError(unknown("value of exhausted", exhausted, ("cycle", "stop")))
+    check_name("value of exhausted", exhausted, ("cycle", "stop"), DataError)
     if isinstance(weights, Mapping):
         if strange := sorted(set(weights) ^ set(named), key=str):
             found = f"{strange[0]!r} without its part, or without its weight"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.base.distribution import optional
-from workbench.base.errors import EngineError, SettingError, unknown
+from workbench.base.errors import EngineError, SettingError, check_name, unknown
 from workbench.engines.local_engine import loading, lora
 from workbench.engines.settings import LocalSettings
 
@@ -46,8 +46,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 def check_form(form: str, dtype: str | None) -> None:
     """Raise `SettingError` for an unknown form, or a dtype that the form is not written in."""
-    if form not in FORMS:
-        raise SettingError(unknown("form of a saved model", form, FORMS))
+    check_name("form of a saved model", form, FORMS)
     if dtype is not None and dtype not in FORMS[form]:
         raise SettingError(unknown(f"dtype of form {form!r}", dtype, FORMS[form]))
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import torch
 
 from workbench.base import runtime
-from workbench.base.errors import EngineError, WorkerLost, first_line, unknown
+from workbench.base.errors import EngineError, WorkerLost, check_name, first_line
 from workbench.base.files import memory_file
 from workbench.base.memory import resident
 from workbench.engines.local_engine import lora
@@ -460,8 +460,7 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
 
     Raises `EngineError` for a way that these two cannot go.
     """
-    if way not in ("auto", *WAYS):
-        raise EngineError(unknown("way of weights", way, WAYS))
+    check_name("way of weights", way, ("auto", *WAYS), EngineError)
     ways = possible(learner, sampler)
     makers: dict[str, Callable[[], Any]] = {
         name: partial(BucketSync, learner, sampler, name, bucket_bytes) for name in ways

@@ -22,7 +22,7 @@ from typing import Any
 
 from workbench.base.child import Child, importing
 from workbench.base.distribution import version, version_of
-from workbench.base.errors import SettingError, WorkbenchError, first_line, unknown
+from workbench.base.errors import WorkbenchError, check_name, first_line
 from workbench.base.files import write_text
 from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, CheckResult, clean
 from workbench.views import document as doc
@@ -74,8 +74,7 @@ class MachineReport(doc.View):
 
     def __getitem__(self, name: str) -> CheckResult:
         known = {one.name: one for one in self.findings}
-        if name not in known:
-            raise SettingError(unknown("check", name, known))
+        check_name("check", name, known)
         return known[name]
 
     def having(self, state: str) -> list[CheckResult]:
@@ -132,8 +131,7 @@ def doctor(
         >>> wb.doctor(without=["ray"]).save("doctor.json")     # to attach to an issue  # doctest: +SKIP
     """
     for name in (*only, *without):
-        if name not in CHECKS:
-            raise SettingError(unknown("check of the doctor", name, CHECKS))
+        check_name("check of the doctor", name, CHECKS)
     names = [name for name in CHECKS if (not only or name in only) and name not in without]
     findings = []
     for finding in _carried_out(names):

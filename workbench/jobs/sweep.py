@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base import runtime
+from workbench.base.config import require
 from workbench.base.errors import SettingError
 from workbench.base.files import crc32_of
 from workbench.jobs.parameters import resolve
@@ -97,8 +98,7 @@ def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str
     number = 1
     for values in axes.values():
         number *= len(values)
-    if not 1 <= number <= MOST:
-        raise SettingError("number of jobs of a sweep", expected=f"1 to {MOST}", found=number)
+    require(1 <= number <= MOST, "number of jobs of a sweep", expected=f"1 to {MOST}", found=number)
     several, jobs = [name for name, values in axes.items() if len(values) > 1], dict[str, dict[str, Any]]()
     for combination in itertools.product(*axes.values()):
         values = resolve(notebook, dict(zip(axes, combination, strict=True)))

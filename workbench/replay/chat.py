@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.agents.streaming import held_back
 from workbench.base.config import require
-from workbench.base.errors import Interrupted, SettingError, describe, unknown
+from workbench.base.errors import Interrupted, SettingError, check_name, describe
 from workbench.base.progress import working
 from workbench.base.seeds import derive
 from workbench.base.shown import Shown
@@ -252,8 +252,7 @@ class Chat(Shown, Closing):
         scores = {name: answer.score for name, answer in turn.answers.items()}
         scored = {name: score.value for name, score in scores.items() if score is not None and score.scored}
         side = side or max(scored, key=lambda name: scored[name], default=next(iter(turn.answers)))
-        if side not in turn.answers:
-            raise SettingError(unknown("side of the last answers", side, turn.answers))
+        check_name("side of the last answers", side, turn.answers)
         answer = turn.answers[side]
         words = str(answer.messages[-1]["content"])
         source = {"side": side, "model": self.labels[side], "reward": scored.get(side)}

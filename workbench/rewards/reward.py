@@ -21,7 +21,7 @@ from typing import Any
 
 from workbench.base import runtime
 from workbench.base.config import helpers, require, source_of
-from workbench.base.errors import DataError, RewardError, describe, first_line, nearest, unknown
+from workbench.base.errors import DataError, RewardError, check_name, describe, first_line, nearest
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
 from workbench.datasets.records import has_user, truth_of
@@ -433,8 +433,7 @@ class Rubric(BaseReward, Shown):
         super().__init__(name, on_failure)
         for label, numbers in (("weights", weights or {}), ("gates", gates or {})):
             for part in numbers:
-                if part not in parts:
-                    raise RewardError(f"{label}: " + unknown("part of this rubric", part, parts))
+                check_name(f"part of this rubric (in {label})", part, parts, RewardError)
         self.parts = {part: as_reward(reward) for part, reward in parts.items()}
         self.gates = dict(gates or {})
         self.weights = {part: float((weights or {}).get(part, 0.0 if part in self.gates else 1.0)) for part in parts}

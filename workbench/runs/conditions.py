@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.base.config import require
-from workbench.base.errors import Interrupted, RunError, SettingError, describe, first_line, nearest, unknown
+from workbench.base.errors import (
+    Interrupted,
+    RunError,
+    SettingError,
+    check_name,
+    describe,
+    first_line,
+    nearest,
+)
 from workbench.runs.folder import STEP, read_metrics, read_settings
 from workbench.steps.trace import Trace
 
@@ -176,8 +184,7 @@ class Goal:
 
     def check(self, metrics: Mapping[str, Any]) -> None:
         """Raise `SettingError` where the metrics of a validation do not have the goal's metric."""
-        if self.metric not in metrics:
-            raise SettingError(unknown("metric of a validation", self.metric, metrics))
+        check_name("metric of a validation", self.metric, metrics)
 
     def progress(self, rows: Iterable[Mapping[str, Any]], least: float = 0.0) -> tuple[int | None, float, int]:
         """Return (step of the best validation, its value, number of validations since), read from metrics rows.

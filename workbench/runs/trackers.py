@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workbench.base.config import require
 from workbench.base.distribution import check_packages, install
-from workbench.base.errors import SettingError, unknown
+from workbench.base.errors import SettingError, check_name
 from workbench.dataproto.core import DataProto
 from workbench.runs.folder import STEP
 
@@ -216,11 +217,9 @@ def default_trackers() -> list[str]:
 
 def check_trackers(names: Sequence[str]) -> None:
     """Check names of trackers without opening them. Raises `SettingError` for an unknown name or a missing package."""
-    if isinstance(names, str):
-        raise SettingError("trackers", expected="a list of names", found=repr(names), do=f"trackers=[{names!r}]")
+    require(not isinstance(names, str), "trackers", expected="a list of names", found=names, do=f"trackers=[{names!r}]")
     for name in names:
-        if name not in TRACKERS:
-            raise SettingError(unknown("tracker", name, TRACKERS))
+        check_name("tracker", name, TRACKERS)
         if name == "tensorboard":
             there, do = bool(default_trackers()), install("trackers")
         else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import SettingError, unknown
+from workbench.base.errors import check_name
 from workbench.base.metrics import Max, Mean, Metric, Min
 from workbench.dataproto.core import DataProto, sent
 from workbench.functional.correction import LEVELS, REJECTIONS, Band, corrected
@@ -49,8 +49,7 @@ def _rejection_band(kind: str, value: Any) -> Band:
 
     For k1 both bounds are set, because verl takes the reciprocal of a single upper bound as the lower one.
     """
-    if kind not in REJECTIONS:
-        raise SettingError(unknown("kind of rejection (rollout_rs)", str(kind), REJECTIONS))
+    check_name("kind of rejection (rollout_rs)", str(kind), REJECTIONS)
     what = f"rollout_rs_threshold of {kind}"
     lower, upper = read_band(what, value)
     if kind.endswith("k1"):

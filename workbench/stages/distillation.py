@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import DataError, EngineError, PipelineError, SettingError, describe, unknown
+from workbench.base.errors import DataError, EngineError, PipelineError, check_name, describe
 from workbench.base.metrics import Max, Mean, Metric, Min
 from workbench.dataproto.core import DataProto
 from workbench.datasets.pictures import text_of
@@ -191,8 +191,7 @@ class Divergence(Settings):
 
     def __post_init__(self) -> None:
         for name, known in (("loss_agg_mode", AGGREGATIONS), ("estimator", ESTIMATORS)):
-            if (chosen := getattr(self, name)) not in known:
-                raise SettingError(unknown(name, chosen, known))
+            check_name(name, getattr(self, name), known)
         require(0 <= self.beta <= 1, "beta", expected="a number in [0, 1]", found=self.beta)
         whole = self.estimator == "full"
         expected = "1, the reverse KL: sampled tokens are the student's own"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from workbench.base.distribution import deprecated
-from workbench.base.errors import ColumnMissing, PipelineError, RewardError, describe, unknown
+from workbench.base.errors import ColumnMissing, PipelineError, RewardError, check_name, describe
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
@@ -179,8 +179,7 @@ class Pipeline(Shown):
 
     def index(self, name: str) -> int:
         """Return the position of the stage called `name`, from 0. Raises `PipelineError` for an unknown name."""
-        if name not in self.names:
-            raise PipelineError(unknown("stage of this pipeline", name, self.names))
+        check_name("stage of this pipeline", name, self.names, PipelineError)
         return self.names.index(name)
 
     def with_stage(self, name: str, other: Any = None, **settings: Any) -> Pipeline:

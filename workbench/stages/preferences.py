@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import DataError, PipelineError, SettingError, unknown
+from workbench.base.errors import DataError, PipelineError, check_name
 from workbench.base.metrics import Mean, Metric
 from workbench.dataproto.columns import MARGIN
 from workbench.dataproto.core import DataProto
@@ -204,8 +204,7 @@ class Preference(Settings):
     """Model outputs that the loss needs."""
 
     def __post_init__(self) -> None:
-        if self.loss_type not in PREFERENCE_LOSSES:
-            raise SettingError(unknown("loss of preferences", self.loss_type, PREFERENCE_LOSSES))
+        check_name("loss of preferences", self.loss_type, PREFERENCE_LOSSES)
         require(self.beta > 0, "beta", expected="> 0", found=self.beta)
         require(0 <= self.label_smoothing < 0.5, "label_smoothing", expected="in [0, 0.5)", found=self.label_smoothing)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from workbench.base.config import Remembering, Settings, parameters_of, settings_hash, source_of
-from workbench.base.errors import ColumnMissing, PipelineError, SettingError, describe, unknown
+from workbench.base.errors import ColumnMissing, PipelineError, SettingError, check_name, describe, unknown
 from workbench.base.metrics import Max, Mean, Metric, Min
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
@@ -317,8 +317,7 @@ def _constructor(name: str, settings: Sequence[inspect.Parameter]) -> Callable[.
 
     def __init__(self: Any, **settings: Any) -> None:
         for setting in settings:
-            if setting not in known:
-                raise SettingError(unknown(f"setting of stage {name!r}", setting, known))
+            check_name(f"setting of stage {name!r}", setting, known)
         values = {**known, **settings}
         if lacking := [setting for setting, value in values.items() if value is inspect.Parameter.empty]:
             do = f"{name}({', '.join(f'{setting}=…' for setting in lacking)})"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import DataError, PipelineError, SettingError, describe, unknown
+from workbench.base.errors import DataError, PipelineError, check_name, describe
 from workbench.base.metrics import Mean
 from workbench.dataproto.columns import MARGIN
 from workbench.dataproto.core import DataProto
@@ -49,8 +49,7 @@ class CrossEntropy(Settings):
     """Model outputs that the loss needs."""
 
     def __post_init__(self) -> None:
-        if self.loss_agg_mode not in AGGREGATIONS:
-            raise SettingError(unknown("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS))
+        check_name("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """Compute the loss of one micro-batch, the metric `actor/nll` (mean −log π of the target tokens, in nats), and

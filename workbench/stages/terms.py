@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import PipelineError, unknown
+from workbench.base.errors import PipelineError, check_name
 from workbench.base.metrics import Sum
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
@@ -79,9 +79,8 @@ class Term(Settings):
         """Return the term with another weight, mask or setting of its loss. Raises `PipelineError` for any other name."""
         if name in ("weight", "mask"):
             return self.replace(**{name: value})
-        if name not in self.loss.field_names():
-            known = ("weight", "mask", *self.loss.field_names())
-            raise PipelineError(unknown(f"setting of a term with {type(self.loss).__name__}", name, known))
+        known = ("weight", "mask", *self.loss.field_names())
+        check_name(f"setting of a term with {type(self.loss).__name__}", name, known, PipelineError)
         return self.replace(loss=self.loss.replace(**{name: value}))
 
     def own_rows(self, rows: DataProto) -> DataProto:

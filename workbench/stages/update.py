@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, first_line, unknown
+from workbench.base.errors import NonFinite, RewardError, VersionMismatch, check_name, first_line
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.progress import present
 from workbench.base.seeds import derive
@@ -124,8 +124,7 @@ class PolicyLoss(Settings):
 
     def __post_init__(self) -> None:
         for name, known in (("loss_mode", POLICY_LOSSES), ("loss_agg_mode", AGGREGATIONS)):
-            if (chosen := getattr(self, name)) not in known:
-                raise SettingError(unknown(name, chosen, known))
+            check_name(name, getattr(self, name), known)
         for name in ("clip_ratio_low", "clip_ratio_high"):
             require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
         require(self.clip_ratio_c > 1, "clip_ratio_c", expected="> 1", found=self.clip_ratio_c)

@@ -20,7 +20,7 @@ import torch
 
 from workbench.base.activity import HERE
 from workbench.base.config import source_of
-from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, describe, unknown
+from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, check_name, describe
 from workbench.base.files import FORMAT, check_format, sealed
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
@@ -112,8 +112,7 @@ class Trace(Shown):
         return merged
 
     def __getitem__(self, name: str) -> Phase:
-        if name not in self.names:
-            raise PipelineError(unknown("phase of this trace", name, self.names))
+        check_name("phase of this trace", name, self.names, PipelineError)
         return self.phases[self.names.index(name)]
 
     def __len__(self) -> int:

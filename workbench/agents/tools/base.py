@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 from uuid import uuid4
 
 from workbench.agents.protocol import Tool, ToolResponse, as_text
-from workbench.base.config import parameters_of
+from workbench.base.config import parameters_of, require
 from workbench.base.errors import SettingError, describe, first_line, nearest
 from workbench.rewards import runner
 from workbench.rewards.score import Status
@@ -51,8 +51,7 @@ in_openai_form = tool_schema
 
 
 def _mapping(what: str, value: Any, expected: str = "a mapping") -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise SettingError(what, expected=expected, found=describe(value))
+    require(isinstance(value, Mapping), what, expected=expected, found=value)
     return value
 
 
@@ -64,8 +63,7 @@ def _parameters(name: str, schema: Any) -> dict[str, Any]:
     for key, value in properties.items():
         place = f"{key!r} of tool {name!r}"
         for kind in _as_list(_mapping(f"parameter {place}", value, "a mapping such as {type: string}").get("type")):
-            if kind not in _TYPES:
-                raise SettingError(f"type of {place}", expected=f"one of {', '.join(_TYPES)}", found=describe(kind))
+            require(kind in _TYPES, f"type of {place}", expected=f"one of {', '.join(_TYPES)}", found=kind)
     for key in required:
         if key not in properties:
             raise SettingError(f"required argument {key!r} of tool {name!r}", expected=f"one of {list(properties)}")

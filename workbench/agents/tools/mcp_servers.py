@@ -16,7 +16,7 @@ from workbench.agents.tools.base import BaseTool, Executed, answered, refused
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.distribution import install, optional
-from workbench.base.errors import SettingError, describe, first_line, unknown
+from workbench.base.errors import SettingError, check_name, describe, first_line, unknown
 
 log = logging.getLogger("workbench")
 START_SECONDS = 120.0
@@ -210,8 +210,7 @@ def mcp_tools(
         tools = [MCPTool(server, schema) for server in reached for schema in _tool_schemas(server)]
         offered = {tool.name: tool for tool in tools}
         for name in selected or ():
-            if name not in offered:
-                raise SettingError(unknown("tool of these MCP servers", name, offered))
+            check_name("tool of these MCP servers", name, offered)
         chosen = tools if selected is None else [offered[name] for name in selected]
     finally:  # disconnect from servers without a chosen tool
         for server in reached:

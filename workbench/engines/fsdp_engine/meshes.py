@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from workbench.base.errors import EngineError, SettingError, first_line, unknown
+from workbench.base.errors import EngineError, SettingError, check_name, first_line
 from workbench.engines.torch_internals import joined_mesh, local_part, split_mesh
 
 
@@ -84,8 +84,7 @@ def parsed(mesh: Mapping[str, int]) -> Sizes:
     or a size below 1."""
     names = tuple(asdict(Sizes()))
     for name, size in mesh.items():
-        if name not in names:
-            raise SettingError(unknown("dimension of a mesh", name, names))
+        check_name("dimension of a mesh", name, names)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise SettingError(f"mesh dimension {name!r}", expected="a whole number ≥ 1", found=repr(size))
     sizes = Sizes(**mesh)
