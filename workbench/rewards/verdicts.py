@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from workbench.base.config import require
 from workbench.base.distribution import optional
-from workbench.base.errors import DataError, RewardError, SettingError, first_line, unknown
+from workbench.base.errors import DataError, RewardError, SettingError, check_name, first_line, unknown
 from workbench.datasets.preferences import Sample, Samples, finite
 from workbench.datasets.rows import Rows
 from workbench.engines.protocol import ChatModel, switches_of
@@ -75,17 +75,9 @@ class BasePromptTemplate(BaseModel):
         return parse(text, cls)
 
 
-def reasoning(
-    schema: type[BaseModel],
-    *,
-    label: str | None = None,
-    kind: str | None = None,
-    template: str | None = None,
-    scale: tuple[float, float] | None = None,
-    think: str | None = None,
-    **texts: str,
-) -> ReasoningJudge:
-    """Make a judge that reasons before its verdict from one pydantic schema; `ReasoningJudge` has its methods.
+class ReasoningJudge:
+    """A judge that reasons before its verdict, from one pydantic schema, and can be trained: its prompts (`rows`), the reward
+    that trains it (`reward`), and itself as a reward of other runs (`judge`).
 
     Args:
         schema: the fields of a verdict. One named `think`, `reason`, `reasoning` or `analysis` holds the reasoning.
@@ -104,22 +96,17 @@ def reasoning(
         >>> judge = wb.rewards.reasoning(Helpfulness, label="helpfulness")  # doctest: +SKIP
         >>> pipe = wb.recipes.grpo(engine, judge.reward(decay=2.0))  # doctest: +SKIP
     """
-    return ReasoningJudge(schema, label, kind, template, scale, think, texts)
-
-
-class ReasoningJudge:
-    """A judge that can be trained: its prompts (`rows`), the reward that trains it (`reward`), and itself as a reward
-    of other runs (`judge`)."""
 
     def __init__(
         self,
         schema: type[BaseModel],
-        label: str | None,
-        kind: str | None,
-        template: str | None,
-        scale: tuple[float, float] | None,
-        think: str | None,
-        texts: Mapping[str, str],
+        *,
+        label: str | None = None,
+        kind: str | None = None,
+        template: str | None = None,
+        scale: tuple[float, float] | None = None,
+        think: str | None = None,
+        **texts: str,
     ) -> None:
         self.kind = _kind(schema, kind)
         if self.kind == "pointwise" and label is None:
@@ -130,16 +117,14 @@ class ReasoningJudge:
         self.reasons = next((name for name in REASONING if name in schema.model_fields), None)
         """The schema's field for the reasoning."""
         self.think = think or ("schema" if self.reasons else "template")
-        require(
-            self.think in ("schema", "template", "none"), "think", expected="schema, template or none", found=self.think
-        )
+        check_name("value of think", self.think, ("schema", "template", "none"))
         if self.think == "schema" and self.reasons is None:
             found = ", ".join(schema.model_fields)
             raise SettingError("schema of think='schema'", expected=f"a field {' or '.join(REASONING)}", found=found)
         self.scale = scale_of(schema, scale) if self.kind == "pointwise" else (0.0, 1.0)
         self.verdict = "score" if self.kind == "pointwise" else choice_of(schema)
         """The field that holds the verdict."""
-        self.texts = dict(texts)
+        self.texts = texts
         self._format = None if template else getattr(schema, "format", None)
         self.template = template or _KINDS[self.kind]
         if self._format is None:
@@ -316,6 +301,9 @@ class ReasoningJudge:
     def __repr__(self) -> str:
         truth = f", label={self.label!r}" if self.label else ""
         return f"reasoning({self.schema.__name__}{truth}): {self.kind}, reasons in the {self.think}"
+
+
+reasoning = ReasoningJudge
 
 
 class _TrainedJudge(Judge):
