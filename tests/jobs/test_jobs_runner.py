@@ -121,7 +121,7 @@ def test_the_closing_lines_say_what_came_of_it(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "tensorboard").mkdir()
     lines = closing_lines(NotebookResult(OK, tmp_path / "notebook.ipynb", tmp_path))
-    assert "before 0.3400" in lines[0] and "[0.2900, 0.3900]" in lines[0] and "after  0.9000" in lines[1]
+    assert "before: 0.34 " in lines[0] and "[0.29, 0.39]" in lines[0] and "after: 0.9 " in lines[1]
     assert "256 prompts" in lines[1] and str(tmp_path / "notebook.ipynb") in lines[2]
     assert str(tmp_path / "metrics.jsonl") in "\n".join(lines) and "curves" not in "\n".join(lines)
     (tmp_path / "summary.json").write_text(json.dumps({"stopped": "break_if at step 4"}))

@@ -12,6 +12,7 @@ from support.hub import TOKEN, FakeHub, fake_hub
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError
+from workbench.base.shown import number
 from workbench.replay import publishing
 from workbench.steps.trace import describe_settings
 
@@ -64,10 +65,10 @@ def test_it_says_what_and_where_and_arrives_as_one_commit(
 def test_the_card_says_what_the_run_knows(hub: FakeHub, run: wb.Run, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     card = run.publish("me/model", base="owner/base", dry_run=True).card
-    low, high = run.summary["interval_after"]
+    mean, low, high = map(number, (run.summary["reward_after"], *run.summary["interval_after"]))
     for words in (
         'base_model: "owner/base"',
-        f"| held-out reward after | {run.summary['reward_after']:.4f} (95 % in [{low:.4f}, {high:.4f}]",
+        f"| held-out reward after | {mean} (95 % in [{low}, {high}]",
         f"| training | data/arith/train.parquet, hash {run.settings['data_hash']} |",
         "min_p=0.0,",
         "def scored(response: str",

@@ -29,7 +29,7 @@ def batch() -> wb.DataProto:
 
 def test_numbers_are_over_the_responses_own_tokens() -> None:
     assert kind_of(batch(), "advantages") == "f32[2,3]"
-    assert field_of(batch(), "advantages")[1] == "2 ± 0.816  [1, 3]"  # 0.816 = √(2/3)
+    assert field_of(batch(), "advantages")[1] == "2 ± 0.8165  [1, 3]"  # 0.8165 = √(2/3)
 
 
 def test_ids_have_a_range_and_no_mean_and_nan_is_counted() -> None:

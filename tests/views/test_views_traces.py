@@ -33,6 +33,9 @@ def traced(sign: float = 1.0) -> Trace:
 
 def test_numbers_are_short() -> None:
     assert [number(value) for value in (0.123456, 12345.678, 2.0, float("nan"))] == ["0.1235", "12350", "2", "–"]
+    assert [number(value) for value in (12346, 999_999, -0.0, None)] == ["12346", "999999", "0", "–"]
+    assert [number(value) for value in (0.000123456, -1234567.0, float("inf"))] == ["1.235e-4", "-1.235e6", "inf"]
+    assert [number(value, "+") for value in (0.5, -0.5, 0.0002)] == ["+0.5", "-0.5", "+2e-4"]
 
 
 def test_a_phase_has_a_headline() -> None:

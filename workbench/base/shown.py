@@ -114,6 +114,22 @@ class Shown(Hinting):
             raise NotImplementedError("the widget cannot be shown") from error
 
 
+def number(value: Any, form: str = "") -> str:
+    """Format a number for people: four significant digits, whole numbers below a million in full, an exponent below
+    0.001 and from a million on (`0.25`, `12346`, `2.05e-4`); `–` for None and NaN.
+
+    The form `+` writes a sign also above 0; any other is a format of Python's own.
+    """
+    if value is None or value != value:
+        return "–"
+    if form.strip("+") or not math.isfinite(value):
+        return f"{value:{form}}"
+    if value and not 1e-3 <= abs(value) < 1e6:
+        digits, power = f"{value:.3e}".split("e")
+        return f"{float(digits):{form}g}e{int(power)}"
+    return f"{(value if value == int(value) else float(f'{value:.4g}')) or 0:{form}.7g}"
+
+
 def plain(text: str) -> str:
     """Make a text safe to show: control characters and direction overrides become visible; line ends and tabs stay.
 

@@ -19,7 +19,7 @@ from workbench.base.errors import RunError, SettingError
 from workbench.base.files import crc32_of
 from workbench.jobs.health import check_port
 from workbench.jobs.parameters import declared_parameters, read_notebook, resolve, table
-from workbench.replay.run import Run, Summary, number
+from workbench.replay.run import Run, Summary
 from workbench.runs.folder import check_place, read_json, step_folders, write_json
 
 OK, FAILED, REFUSED, STOPPED, DIED, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 129, 130, 143
@@ -280,16 +280,7 @@ def closing_lines(result: NotebookResult) -> list[str]:
     """
     lines, run = list[str](), result.run
     if run is not None and (run / "summary.json").is_file():
-        summary = Summary(read_json(run / "summary.json"))
-        for when in ("before", "after"):
-            if f"reward_{when}" in summary:
-                low, high = (number(bound) for bound in summary[f"interval_{when}"])
-                lines.append(
-                    f"mean held-out reward {when:<6} {number(summary[f'reward_{when}'])}   95 % in [{low}, {high}]"
-                    f"   greedy {number(summary[f'greedy_{when}'])}   ({summary['num_eval_rows']} prompts)"
-                )
-        if summary.get("stopped"):
-            lines.append(f"stopped: {summary.why}")
+        lines += [f"{what}: {text}" for what, text in Summary(read_json(run / "summary.json")).pairs()]
         if (run / "settings.json").is_file():
             lines += [f"symptom: {one}" for one in Run(run).symptoms]
     lines.append(f"executed notebook  {result.output}")

@@ -18,7 +18,7 @@ from workbench.base.config import require
 from workbench.base.errors import Interrupted, SettingError, check_name, describe
 from workbench.base.progress import working
 from workbench.base.seeds import derive
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, number
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import rows as rows_of
 from workbench.engines.local_engine import lora
@@ -102,7 +102,7 @@ class Answer:
         end = str(self.batch["finish_reason"][-1])
         parts = [f"{int(self.batch['response_mask'].sum())} tokens", *([end] if end != "stop" else [])]
         if self.score is not None:
-            value = f"reward {self.score.value:.4g}" if self.score.scored else self.score.status.value
+            value = f"reward {number(self.score.value)}" if self.score.scored else self.score.status.value
             parts += [f"{value}: {self.score.why}" if self.score.why else value]
         return " · ".join(parts)
 

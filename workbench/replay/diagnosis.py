@@ -14,7 +14,7 @@ from math import sqrt
 from statistics import StatisticsError, correlation, fmean
 from typing import Any, NamedTuple
 
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, number
 from workbench.datasets.records import truth_of
 from workbench.functional.masking import masked_mean
 from workbench.replay.audit import Audit
@@ -230,7 +230,7 @@ def stale_sampler(seen: Evidence) -> Iterator[Finding]:
         turn = "train without ahead and max_lag, or recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
     elif not (grows or late):
         turn = "the sampler's precision, path, temperature and chat template: as the trainer's; or stages.RolloutCorrection"
-    numbers = f"probabilities are {value:.3g} apart on average, {first:.3g} in the first step"
+    numbers = f"probabilities are {number(value)} apart on average, {number(first)} in the first step"
     look = f"wb.views.sampler_logprob_diff(run.traces[{seen.step}].batch)"
     yield Finding(cause, "sure", numbers, look, turn, ("sampler and trainer differ",))
 
@@ -285,7 +285,7 @@ def much_learning_rate(seen: Evidence) -> Iterator[Finding]:
         return
     jump = next((step_of(row) for row in seen.rows if (row.get(name) or 0.0) > 1.0), 0)
     fast = 0 < jump - step_of(seen.rows[0]) <= 10
-    numbers = f"{name} {began:.2g} → {kl:.3g} nats a token, above 1 from step {jump} on; lr {rate:.2g}"
+    numbers = f"{name} {number(began)} → {number(kl)} nats a token, above 1 from step {jump} on; lr {number(rate)}"
     explained = (
         "KL to the reference is large", "reward has fallen", "entropy has collapsed", CUT, "the gradient jumps",
         "much of the update is clipped", TEACH, FLAT,
@@ -307,7 +307,7 @@ def much_kl(seen: Evidence) -> Iterator[Finding]:
         2 * max(kl, 0.0)
     )  # √(2·KL) is about the deviation of the log-ratio, which the weight multiplies
     if pull > 0.5:
-        numbers = f"coefficient {weight:.3g} × deviation {sqrt(2 * kl):.2g} = {pull:.2g}, beside advantages of about 1"
+        numbers = f"coefficient {number(weight)} × deviation {number(sqrt(2 * kl))} = {number(pull)}, beside advantages of about 1"
         yield Finding(
             "the KL term keeps the policy at the reference", "sure" if pull > 2 else "likely", numbers,
             'run.figure("reward", "KL")', "kl_coef=0.001 (0 to 0.01 is usual)",

@@ -23,7 +23,7 @@ from workbench.base.config import require
 from workbench.base.errors import PipelineError, RunError, first_line, unknown
 from workbench.base.memory import gib, release, trim
 from workbench.base.progress import clock, working
-from workbench.base.shown import Shown, shows
+from workbench.base.shown import Shown, number, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Rows
@@ -976,17 +976,13 @@ class Summary(Shown, dict[str, Any]):
         pairs = []
         for when in ("before", "after"):
             if f"reward_{when}" in self:
-                low, high = (number(bound) for bound in self[f"interval_{when}"])
-                text = f"{number(self[f'reward_{when}'])}  (95 % in [{low}, {high}], greedy {number(self[f'greedy_{when}'])})"
+                found = self[f"reward_{when}"], *self[f"interval_{when}"], self[f"greedy_{when}"]
+                mean, low, high, greedy = map(number, found)
+                text = f"{mean}  (95 % in [{low}, {high}], greedy {greedy}, {self.get('num_eval_rows')} prompts)"
                 pairs.append((f"held-out reward {when}", text))
-        pairs += [(key, str(self[key])) for key in ("num_eval_rows", "steps") if self.get(key)]
+        pairs += [("steps", str(self["steps"]))] if self.get("steps") else []
         pairs += [("time", clock(self["seconds"]))] if self.get("seconds") is not None else []
         return pairs + ([("stopped", self.why)] if self.get("stopped") is not None else [])
-
-
-def number(value: float | None) -> str:
-    """Format a number with four decimals, and None (the interval of a single prompt) as a dash."""
-    return "–" if value is None else f"{value:.4f}"
 
 
 def load_run(path: str | Path, *, trust: bool = False) -> Run:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from workbench.base.shown import Shown, blocks
+from workbench.base.shown import Shown, blocks, number
 from workbench.runs.folder import STEP
 
 Rows = Sequence[Mapping[str, Any]]
@@ -131,7 +131,7 @@ def _above(name: str, metrics: Sequence[str], limit: float, found: str, do: str)
         for metric in metrics:
             value = _last(rows, metric)
             if value is not None and value > limit:
-                yield _lately(rows, name, found.format(metric=metric, value=value), do, metric)
+                yield _lately(rows, name, found.format(metric=metric, value=value, number=number(value)), do, metric)
 
     return check
 
@@ -140,7 +140,7 @@ def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = mean_of(rows[:WINDOW], "actor/entropy"), _last(rows, "actor/entropy")
     if first is not None and last is not None and last < 0.1 * first:
         do = "the policy repeats itself and groups lose their spread: raise clip_ratio_high, entropy_coeff or the temperature, lower lr"
-        found = f"{first:.3g} → {last:.3g} nats a token"
+        found = f"{number(first)} → {number(last)} nats a token"
         yield _lately(rows, "entropy has collapsed", found, do, "actor/entropy")
 
 
@@ -179,7 +179,7 @@ def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
         return
     if explained[-1] < 0 and max(explained) - explained[-1] > 0.3 and losses[-1] > 1.5 * min(losses):
         variance = f"explained variance {max(explained):.2f} → {explained[-1]:.2f}"
-        found = f"{variance}, loss {min(losses):.3g} → {losses[-1]:.3g}"
+        found = f"{variance}, loss {number(min(losses))} → {number(losses[-1])}"
         do = "advantages become noise: lower the critic's lr, raise its warm-up (critic_warmup), clip its gradient"
         yield _lately(rows, "the critic diverges", found, do, "critic/vf_explained_var")
 
@@ -193,7 +193,7 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
         do = "training is off-policy: check the push of weights and the precision, or add stages.RolloutCorrection"
         if late:
             do = "rows come from older weights (ahead, max_lag): use recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
-        found = f"token probabilities differ by {value:.3g} on average"
+        found = f"token probabilities differ by {number(value)} on average"
         yield _lately(rows, "sampler and trainer differ", found, do, "training/rollout_probs_diff_mean")
 
 
@@ -201,7 +201,7 @@ def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
     lost, size = (mean_of(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
     if lost and size and lost > 0.25 * size:
         do = "set stale='keep' to wait for late groups, or a larger max_lag to allow older ones"
-        found = f"{lost:.3g} of {size:.3g} groups per step"
+        found = f"{number(lost)} of {number(size)} groups per step"
         yield _lately(rows, "a stream cancels many rollouts", found, do, "streaming/cancelled")
 
 
@@ -223,7 +223,7 @@ def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
     norms = {step_of(row): value for row in rows for value in series([row], "actor/grad_norm")}
     usual = median(norms.values()) if norms else 0.0
     if steps := tuple(step for step, norm in norms.items() if usual and norm > 20 * usual):
-        found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, {_at(steps)}"
+        found = f"norm {number(norms[steps[0]])}, usually {number(usual)}, {_at(steps)}"
         do = "look at that step with run.stepper(step); lower grad_clip or lr"
         yield Symptom("the gradient jumps", found, steps[0], do, steps, "actor/grad_norm")
 
@@ -253,7 +253,7 @@ CHECKS: tuple[Check, ...] = (
         "KL to the reference is large",
         ("actor/kl_loss", "actor/reward_kl_penalty"),
         1.0,
-        "{metric} {value:.3g} nats a token",
+        "{metric} {number} nats a token",
         "the policy is far from the reference: raise kl_coef, or lower lr",
     ),
     _collapsed_entropy,
@@ -289,8 +289,8 @@ class Watch:
         self._there: set[str] = set()
         rows = list(rows)
         every = -(-len(rows) // looks)
-        for number, row in enumerate(rows, 1 - len(rows)):
-            self.look(row, check=number % every == 0)
+        for place, row in enumerate(rows, 1 - len(rows)):
+            self.look(row, check=place % every == 0)
 
     def look(self, row: Mapping[str, Any], *, check: bool = True) -> list[Symptom]:
         """Add one row and return the symptoms that begin with it. A symptom of single steps (a gradient that jumps) is

@@ -209,7 +209,7 @@ def lanes(lanes: Mapping[str, Sequence[Span]], whole: float, notes: Mapping[str,
             swatch = doc.Either(page=doc.Span("■ ", f"color:rgb({shades.get(name, doc.DOWN)})"))
             each += [swatch, f"{doc.cut(name, 60)} {total:.2f} s  "]
         rows.append([doc.cut(lane, 60), drawn, (notes or {}).get(lane) or each])
-    return doc.Table(["", f"0 to {whole:.3g} s", ""], rows, most=MOST)
+    return doc.Table(["", f"0 to {doc.number(whole)} s", ""], rows, most=MOST)
 
 
 def _rgb(place: int) -> str:
@@ -314,7 +314,7 @@ def _cell(pair: tuple[str, float | None]) -> doc.Part:
     name, value = pair
     if name in ("samplers", "slots", "learner", "rewards"):
         return "–" if value is None else doc.bar(value, f"{value:.0%}")
-    return doc.number(value, ".3g" if name != "tokens/s" else ",.0f")
+    return doc.number(value, ",.0f" if name == "tokens/s" else "")
 
 
 def _first_steps(result: Simulated) -> tuple[dict[str, list[Span]], float]:

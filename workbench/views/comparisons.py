@@ -120,7 +120,7 @@ def _reused(diff: Comparison) -> str:
 
 def _change(a: float, b: float) -> str:
     share = (b - a) / abs(a) if a * b > 0 else 0.0  # across 0 it says nothing, and less than a thousandth is noise
-    return f"{b - a:+.4g}" + (f" ({share:+.1%})" if abs(share) >= 0.001 else "")
+    return doc.number(b - a, "+") + (f" ({share:+.1%})" if abs(share) >= 0.001 else "")
 
 
 def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
@@ -231,7 +231,7 @@ def _what(diff: RunDivergence) -> str:
     values = f"{kind}{first} against {second}"
     if ids is None or ids[0] == ids[1] or ids == (diff.first, diff.second):
         return values
-    return f"{values}, token id {doc.number(ids[0], 'd')} against {doc.number(ids[1], 'd')}"
+    return f"{values}, token id {doc.number(ids[0])} against {doc.number(ids[1])}"
 
 
 def apart(first: Any, second: Any) -> tuple[str, str]:
@@ -246,7 +246,7 @@ def _value_text(value: Any) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return doc.number(value)
     return doc.cut(value if isinstance(value, str | int | tuple) else repr(value), _TEXT)
 
 
@@ -258,7 +258,7 @@ def _excerpt(text: str, character: int) -> str:
 def _ids(pair: Beside) -> str:
     if pair.ids == (None, None):
         return ""
-    first, second = (doc.number(token, "d") for token in pair.ids)
+    first, second = (doc.number(token) for token in pair.ids)
     return first if first == second else f"{first} | {second}"
 
 
@@ -266,7 +266,7 @@ def _extent(spread: Mismatch) -> str:
     rows = [doc.counted(spread.rows, "row")] if spread.rows else []
     if spread.largest is None:
         return "".join(rows)
-    largest = f"by {'up to ' if rows else ''}{spread.largest:.3g}"
+    largest = f"by {'up to ' if rows else ''}{doc.number(spread.largest)}"
     return ", ".join([*rows, "one side has no value" if math.isinf(spread.largest) else largest])
 
 
@@ -311,7 +311,7 @@ def _both(result: WhatIf) -> list[list[str]]:
         ["mean ratio afterwards", *apart(*(_ratios(result, side.new_log_probs).mean().item() for side in sides))]
     )
     for name, value in result.before.items():
-        rows.append([f"held-out {name}", *(f"{value:.4g} → {side.probe[name]:.4g}" for side in sides)])
+        rows.append([f"held-out {name}", *(f"{doc.number(value)} → {doc.number(side.probe[name])}" for side in sides)])
     return rows
 
 

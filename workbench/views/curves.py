@@ -18,7 +18,7 @@ import numpy as np
 
 from workbench.base.errors import SettingError, message, nearest, unknown
 from workbench.base.files import write_bytes
-from workbench.base.shown import Shown, plain
+from workbench.base.shown import Shown, number, plain
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Rows, Symptom
 from workbench.views.document import cut
@@ -98,9 +98,9 @@ def lines(wanted: Sequence[str], runs: Sequence[Series]) -> list[Line]:
     for place, name in enumerate(there):
         dots = name == HELD_OUT and HELD_OUT not in wanted
         words = "held out" if dots else LINE_WORDS.get(name, name.removeprefix("timing_s/"))
-        for number, run in enumerate(runs):
+        for at, run in enumerate(runs):
             shade = colour(place) if one and not dots else run.colour
-            made.append(Line(number, name, words, shade, 0 if one or dots else place, dots, alone and not dots))
+            made.append(Line(at, name, words, shade, 0 if one or dots else place, dots, alone and not dots))
     return made
 
 
@@ -235,7 +235,7 @@ def dress(axes: Axes, span: tuple[float, float], ticks: float) -> None:
     axes.tick_params(labelsize=ticks, colors=GREY, length=0)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(number_text))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: number(value)))
     axes.set_xlim(span)
     axes.grid(True, color="#ececec", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -399,14 +399,6 @@ def span_of(runs: Sequence[Series]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def number_text(value: float, place: int | None = None) -> str:
-    """Format a number in four digits, as the live curves do, and as short as possible: 0.25, 12, 2.05e-4."""
-    if value and abs(value) < 1e-3:
-        digits, power = f"{value:.2e}".split("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.4g}"
-
-
 # --- panels of plots --------------------------------------------------------------------------------
 
 PANEL: Mapping[str, tuple[str, ...]] = {
@@ -521,7 +513,7 @@ def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
         axes.tick_params(labelleft=False)
         axes.grid(False)
     elif plotted.last is not None:
-        axes.set_title(number_text(plotted.last), fontsize=9, loc="right", color=shade, y=1.0)
+        axes.set_title(number(plotted.last), fontsize=9, loc="right", color=shade, y=1.0)
 
 
 class LiveFigure(Shown):
@@ -585,9 +577,9 @@ def _figure(
             figure, runs, loc="lower center", bbox_to_anchor=(0.5, (0.03 + marks_room) / height), borderaxespad=0.2,
             ncols=in_line, fontsize=9,
         )  # fmt: skip
-    for number, one in enumerate(marks, 1):
-        text = label(f"{number}  {one.name} (step {one.since} on): {one.found}", 150)
-        figure.text(0.6 / _WIDTH, (0.08 + _LINE * (len(marks) - number)) / height, text, fontsize=8, color=MARK,
+    for place, one in enumerate(marks, 1):
+        text = label(f"{place}  {one.name} (step {one.since} on): {one.found}", 150)
+        figure.text(0.6 / _WIDTH, (0.08 + _LINE * (len(marks) - place)) / height, text, fontsize=8, color=MARK,
                     parse_math=False)  # fmt: skip
     return figure, grid[:plots]
 

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape as escape_markup
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from workbench.base.shown import Shown, plain
+from workbench.base.shown import number as number
 
 CELL = 2000
 """Most characters of a cell or value that are shown."""
@@ -274,15 +275,9 @@ def escape(text: object) -> str:
     return escape_markup(plain(str(text)))
 
 
-def number(value: Any, form: str = ".4g") -> str:
-    """Format a number, by default with four significant digits, below a million without a power of ten; `–` for None and NaN."""
-    text = "–" if value is None or value != value else f"{value:{form}}"
-    return f"{float(text):.0f}" if text.endswith(("e+04", "e+05")) else text
-
-
-def counted(number: int, one: str, many: str = "") -> str:
+def counted(count: int, one: str, many: str = "") -> str:
     """Format a number with its noun: `1 row`, `2 rows`. `many` is the plural where it is not `one` with an s."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def heights(counts: Sequence[float], most: float) -> str:

@@ -87,17 +87,17 @@ class History(doc.View):
         )
 
     def _page(self, shown: Sequence[_Drawn]) -> doc.Table:
-        top = max((abs(line.mean) for line in shown if line.mean == line.mean), default=0.0) or 1.0
+        top = max((abs(one.mean) for one in shown if one.mean == one.mean), default=0.0) or 1.0
         rows, before = list[list[doc.Part]](), dict[str, _Drawn]()
-        for place, line in enumerate(shown):
-            mean = doc.bar(abs(line.mean) / top, f"{line.mean:.3g}", line.mean >= 0) if line.mean == line.mean else "–"
+        for place, one in enumerate(shown):
+            mean = doc.bar(abs(one.mean) / top, doc.number(one.mean), one.mean >= 0) if one.mean == one.mean else "–"
             changed: doc.Part = ""
-            if (last := before.get(line.kind)) is not None and place >= len(shown) - _CHANGES:
-                changed = _changed(last, line)
-            before[line.kind] = line
-            below = doc.small(f"{line.kind}, {doc.counted(len(line.rows), 'sample')}")
-            name = doc.bold(str(line.step)), doc.BREAK, below
-            rows.append([name, mean, doc.stacked([_answer(reward, row) for reward, row in line.ends()]), changed])
+            if (last := before.get(one.kind)) is not None and place >= len(shown) - _CHANGES:
+                changed = _changed(last, one)
+            before[one.kind] = one
+            below = doc.small(f"{one.kind}, {doc.counted(len(one.rows), 'sample')}")
+            name = doc.bold(str(one.step)), doc.BREAK, below
+            rows.append([name, mean, doc.stacked([_answer(reward, row) for reward, row in one.ends()]), changed])
         header = ["step", "mean reward", "best and worst response", "change of the best response"]
         return doc.Table(header, rows, most=len(rows))
 
@@ -122,11 +122,11 @@ class _Drawn(NamedTuple):
     def ends(self) -> list[tuple[str, Any]]:
         """Return the best and the worst sample, each with its reward as text; only one where their responses are equal."""
         ends = [self.best] if self.best["response"] == self.worst["response"] else [self.best, self.worst]
-        return [(doc.number(row.get("reward"), "g"), row) for row in ends]
+        return [(doc.number(row.get("reward")), row) for row in ends]
 
     def lines(self) -> list[str]:
         """Return the step as lines of text."""
-        head = f"  step {self.step:<5} {doc.number(self.mean, '.3g'):>6}  {self.kind}, {doc.counted(len(self.rows), 'sample')}"
+        head = f"  step {self.step:<5} {doc.number(self.mean):>6}  {self.kind}, {doc.counted(len(self.rows), 'sample')}"
         return [head, *(f"    {name:>5}{_why(row)} → {doc.one_line(row['response'])}" for name, row in self.ends())]
 
 
@@ -151,7 +151,7 @@ def _trend(means: Sequence[float]) -> str:
     known = [mean for mean in means if mean == mean]
     if len(known) < 2:
         return ""
-    return f"mean reward {known[0]:.3g} → {known[-1]:.3g}  {blocks(known, 60)}"
+    return f"mean reward {doc.number(known[0])} → {doc.number(known[-1])}  {blocks(known, 60)}"
 
 
 # --- found in a run --------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _missing(report: JudgeReport) -> doc.Part:
 def _cost(report: JudgeReport) -> doc.Part:
     cost = report.cost
     calls = f"{cost.calls} calls, {cost.prompt_tokens:,} tokens read, {cost.tokens:,} written, " if cost.calls else ""
-    return doc.line(f"cost: {calls}{cost.seconds:.3g} s")
+    return doc.line(f"cost: {calls}{doc.number(cost.seconds)} s")
 
 
 def _categories(report: JudgeReport) -> doc.Part:

@@ -151,7 +151,7 @@ def _scorers(dry_run: DryRun) -> doc.Part:
     for (name, numbers), colour in zip(frame.iterrows(), cycle(_COLOURS), strict=False):
         mean, times = float(numbers["mean"]), [_time(numbers["median s"]), _time(numbers["longest s"])]
         counts = [f"{int(numbers[key])}" for key in (*statuses, "extracted")]
-        bar = doc.bar(abs(mean), f"{mean:.3f}", mean >= 0) if mean == mean else "–"
+        bar = doc.bar(abs(mean), doc.number(mean), mean >= 0) if mean == mean else "–"
         rows.append([doc.Span(str(name), f"background:{colour};padding:0 4px"), bar, *counts, *times])
     return doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows)
 
@@ -159,7 +159,7 @@ def _scorers(dry_run: DryRun) -> doc.Part:
 def _time(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{doc.number(seconds / size)} {unit}"
     return f"{seconds * 1e6:.0f} µs"
 
 

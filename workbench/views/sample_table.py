@@ -402,7 +402,7 @@ def _facts(row: Any) -> dict[str, str]:
 
 
 def _cell_text(value: Any) -> str:
-    return f"{float(value):.4g}" if isinstance(value, float | np.floating) else doc.cut(value, doc.CELL)
+    return doc.number(value) if isinstance(value, float | np.floating) else doc.cut(value, doc.CELL)
 
 
 def difference(frame: pd.DataFrame, row: int, other: int) -> SideBySide:

@@ -71,7 +71,8 @@ class SampleIndex:
         elif reward.isin((0.0, 1.0)).all():
             parts.append(f"{int(reward.sum())} right")
         else:
-            parts.append(f"mean reward {reward.mean():.4g} ({reward.min():.4g} to {reward.max():.4g})")
+            mean, low, high = map(doc.number, (reward.mean(), reward.min(), reward.max()))
+            parts.append(f"mean reward {mean} ({low} to {high})")
         counts = Counter(frame.get("status", ()))
         parts += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]
@@ -209,9 +210,9 @@ def group_line(index: SampleIndex, group: int) -> str:
     numbers = index.groups.loc[group]
     parts = [doc.counted(int(numbers["samples"]), "sample")]
     if "reward_mean" in numbers:
-        std = f", std {numbers['reward_std']:.4g}" if numbers["scored"] > 1 else ""
-        parts += [f"reward mean {numbers['reward_mean']:.4g}{std}" if numbers["scored"] else "none scored"]
-    parts += [f"advantage range {numbers['advantage_range']:.4g}"] if "advantage_range" in numbers else []
+        std = f", std {doc.number(numbers['reward_std'])}" if numbers["scored"] > 1 else ""
+        parts += [f"reward mean {doc.number(numbers['reward_mean'])}{std}" if numbers["scored"] else "none scored"]
+    parts += [f"advantage range {doc.number(numbers['advantage_range'])}"] if "advantage_range" in numbers else []
     return " · ".join(parts)
 
 
@@ -350,7 +351,7 @@ class SamplesView(doc.View):
             (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
             scored,
             _judgement(row, object_at(self.index.batch, "score", number)),
-            doc.number(row.get("advantage"), "+.4g") if "advantage" in row else "",
+            doc.number(row.get("advantage"), "+") if "advantage" in row else "",
             tokens if "finish" in self.index.same else (tokens, doc.BREAK, doc.small(finish)),
         ]
 
@@ -363,7 +364,7 @@ def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
     if name == "reward":
         return doc.bar(abs(value) / top, doc.number(value), value >= 0)
     if isinstance(value, float | np.floating):
-        return f"{float(value):.4g}"
+        return doc.number(value)
     text = str(value)
     if name not in ("response", "prompt") or len(text) <= CUT:
         return doc.cut(text, 2 * CUT)
@@ -392,14 +393,14 @@ _TOLD = ("row", "group", "prompt", "response", "reward", "why", "tokens", "finis
 def _row_lines(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[str]) -> list[str]:
     lines = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
-        lines.append(f"reward {row['reward']:.4g}" if row["reward"] == row["reward"] else "not scored")
+        lines.append(f"reward {doc.number(row['reward'])}" if row["reward"] == row["reward"] else "not scored")
     lines += [doc.one_line(row[LEFT_OUT])] if LEFT_OUT in row else []
     lines += [doc.one_line(row["why"])] if row.get("why") else []
     tokens, finish = _tokens(row)
     lines += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
     lines += [counted_pictures(seen)] if seen else []
     lines += [
-        f"{name} {row[name]:.4g}" if isinstance(row[name], float) else f"{name} {doc.one_line(row[name])}"
+        f"{name} {doc.number(row[name])}" if isinstance(row[name], float) else f"{name} {doc.one_line(row[name])}"
         for name in more
     ]
     texts = [f"  {doc.one_line(row['prompt'])}"] if "prompt" in row else []
@@ -428,7 +429,7 @@ def _judgement(row: Any, score: Any) -> doc.Part:
     if score.answer is not None:
         parts.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
     if score.parts:
-        parts.append(", ".join(f"{name} {value:.4g}" for name, value in score.parts.items()))
+        parts.append(", ".join(f"{name} {doc.number(value)}" for name, value in score.parts.items()))
     if not score.scored:
         parts.append(doc.bold(score.status.value, style=BAD))
     more = [(doc.bold(doc.cut(name, 60)), doc.block(text)) for name, text in extras(score)]
@@ -512,16 +513,18 @@ class SampleCard(doc.View):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the sample's reward, score, truth, advantage and token count, as (name, text)."""
-        row, score = self.values, self.score
+        row, score, number = self.values, self.score, doc.number
         reward = row.get("reward")
-        facts = [] if reward is None else [("reward", doc.number(reward) if reward == reward else "not scored")]
+        facts = [] if reward is None else [("reward", number(reward) if reward == reward else "not scored")]
         facts += verdict(score) if score is not None else []
         facts += [("left out", str(row[LEFT_OUT]))] if LEFT_OUT in row else []
         facts += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
-        facts += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
+        facts += (
+            [("advantage", f"{number(row['advantage'], '+')} (mean over its tokens)")] if "advantage" in row else []
+        )
         facts += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
         facts += [("pictures", counted_pictures(self.pictures))] if self.pictures else []
-        return facts + ([("scored in", f"{1e3 * score.seconds:.3g} ms")] if score is not None and score.seconds else [])
+        return facts + ([("scored in", f"{number(1e3 * spent)} ms")] if (spent := getattr(score, "seconds", 0)) else [])
 
     def pieces(self) -> tuple[str, str, str]:
         """Split the response into (before, extracted answer, after); all of it is in the first part where no answer was
@@ -571,7 +574,7 @@ class SampleCard(doc.View):
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
         for row, one in self.index.frame.loc[self.siblings].iterrows():
-            values = [doc.number(one.get("reward")), doc.number(one.get("advantage"), "+.4g")]
+            values = [doc.number(one.get("reward")), doc.number(one.get("advantage"), "+")]
             cells.append([str(row), *values, unfolding(None, _response(one))])
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
         return doc.Fold(f"the prompt's other samples (of {numbers})", table, opened=True) if cells else ()

@@ -110,7 +110,7 @@ class Seeds(doc.View):
         base, rows = next(iter(self.curves)), list[list[doc.Part]]()
         for name, row in self.table.iterrows():
             pairs = int(row["common seeds"])
-            change = f"{row['difference']:+.4g}" if pairs else "–" if name == base else "no common seed"
+            change = doc.number(row["difference"], "+") if pairs else "–" if name == base else "no common seed"
             mine = [str(name), f"{row['seeds']:.0f}", doc.number(row["mean"]), _range(row["low"], row["high"])]
             apart = _range(row["difference low"], row["difference high"])
             rows.append([*mine, change, apart, str(pairs) if pairs else ""])
@@ -183,4 +183,4 @@ def interval(values: Sequence[float], bounds: tuple[float, float] | None = None)
 
 
 def _range(low: float, high: float) -> str:
-    return "–" if low != low else f"[{low:.4g}, {high:.4g}]"
+    return "–" if low != low else f"[{doc.number(low)}, {doc.number(high)}]"

@@ -320,7 +320,7 @@ class Tokens(doc.View):
     def document(self) -> doc.Part:
         """Build the display: each row's tokens, in HTML coloured, in a terminal each with its number."""
         quantity, span = self.quantity()
-        lines: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
+        lines: list[doc.Part] = [f"{self.colour}: {quantity.what}, {doc.number(span[0])} to {doc.number(span[1])}"]
         heads, pages = list[doc.Part](), list[doc.Part]()
         for label, row in zip(self.labels, self.rows, strict=True):
             lines += [f"{label}, {row.length} tokens", _row_text(row, self.colour)]
@@ -404,7 +404,7 @@ def judged(row: TokenRow) -> list[str]:
     score, model = (object_at(row.batch, name, row.row) for name in ("score", "reward_model"))
     if score is None:
         return []
-    facts = [f"reward {score.value:.4g}" if score.scored else score.status.value.replace("_", " ")]
+    facts = [f"reward {doc.number(score.value)}" if score.scored else score.status.value.replace("_", " ")]
     texts = {"answer": score.answer, "truth": (model or {}).get("ground_truth")}
     return facts + [f"{name} {doc.one_line(text, 40)}" for name, text in texts.items() if text is not None]
 
@@ -415,16 +415,18 @@ def legend(quantity: Quantity, span: tuple[float, float], rows: Sequence[TokenRo
     """
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
-    scale = f" \u00a0 {doc.number(span[0])} ", swatch, f" {doc.number(span[1])} \u00a0 "
+    ends = f" \u00a0 {doc.number(span[0])} ", swatch, f" {doc.number(span[1])} \u00a0 "
     there = {_mark(row, place) for row in rows for place in range(row.length)}
     marks = doc.small(" · ".join(words for style, words in _MARKS.items() if style in there))
+    scale = doc.Span(ends, "white-space:nowrap")
     return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
 
 
 def _row_text(row: TokenRow, colour: str) -> str:
     there, values = colour in row.values, row.values.get(colour, [0.0] * row.length)
     each = zip(row.texts[:60], values, row.own, row.rejected, strict=False)
-    pieces = [f"{text!r}" + f" {value:+.3g}" * (there and own) + " rejected" * gone for text, value, own, gone in each]
+    shown = [(repr(text), f" {doc.number(value, '+')}" * (there and own), gone) for text, value, own, gone in each]
+    pieces = [text + value + " rejected" * gone for text, value, gone in shown]
     return "  " + " · ".join(pieces) + (" …" if row.length > 60 else "")
 
 
@@ -457,7 +459,7 @@ def _token(
     paint = shades[0] if len({*shades}) == 1 else f"linear-gradient({shades[0] or _NONE} 50%,{shades[1] or _NONE} 50%)"
     special = ";opacity:.8" if _SPECIAL.fullmatch(row.texts[place]) else ""
     style = (f"background:{paint}" if paint else "") + _mark(row, place) + special
-    numbers = [{name: f"{values[at]:.4g}" for name, values in one.values.items()} for one, at in sides]
+    numbers = [{name: doc.number(values[at]) for name, values in one.values.items()} for one, at in sides]
     texts = {name: dict.fromkeys(each.get(name, "–") for each in numbers) for each in numbers for name in each}
     said = "  ".join(f"{name} {' → '.join(values)}" for name, values in texts.items())
     return doc.Span(visible(row.texts[place]), style, title=f"{place}  id {row.ids[place]}  {said}")
@@ -566,7 +568,7 @@ def sampler_logprob_diff(batch: DataProto) -> Figure:
     right.set(xlabel="trainer minus sampler, nats", ylabel="tokens", yscale="symlog")
     right.legend(fontsize=8, frameon=False)
     mean = float(gaps.abs().mean()) if len(gaps) else 0.0
-    title = f"{len(gaps):,} tokens: largest difference {edge:.2g} nats, mean {mean:.2g}"
+    title = f"{len(gaps):,} tokens: largest difference {doc.number(edge)} nats, mean {doc.number(mean)}"
     figure.suptitle(title, fontsize=10, color=GREY)
     for axes in (left, right):
         bare(axes, grid=None)

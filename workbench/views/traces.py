@@ -66,7 +66,7 @@ def preview(batch: DataProto, name: str) -> str:
     if name in batch.batch:
         tensor = batch.batch.part(name, 0, PREVIEW_ITEMS)
         flat = (tensor if tensor.dim() == 1 else tensor[0].reshape(-1))[:PREVIEW_ITEMS]
-        text = " ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in flat.tolist())
+        text = " ".join(doc.number(value) if isinstance(value, float) else str(value) for value in flat.tolist())
         total = len(batch) if tensor.dim() == 1 else tensor[0].numel()
         return text + (" …" if total > PREVIEW_ITEMS else "")
     return doc.one_line(doc.cut(batch.non_tensor_batch.part(name, 0, 1)[0], PREVIEW_TEXT).replace("\n", "⏎"))
@@ -127,18 +127,18 @@ def data(data: Rows | Report | Samples) -> doc.Part:
 # --- phases in a word ----
 
 _HEADLINES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "rollout": (("response_length/mean", "{:.4g} tokens a response"), ("response/cut_ratio", "{:.1%} cut off")),
+    "rollout": (("response_length/mean", "{} tokens a response"), ("response/cut_ratio", "{1:.1%} cut off")),
     "filter_groups": (
-        ("filter_groups/kept", "{:g} groups kept"), ("filter_groups/dropped", "{:g} groups dropped for equal rewards"), ("train/num_gen_batches", "{:g} batches"),
+        ("filter_groups/kept", "{} groups kept"), ("filter_groups/dropped", "{} groups dropped for equal rewards"), ("train/num_gen_batches", "{} batches"),
     ),
-    "old_log_prob": (("actor/entropy", "{:.4g} nats entropy"),),
-    "values": (("critic/values/mean", "{:.4g} mean value"),),
+    "old_log_prob": (("actor/entropy", "{} nats entropy"),),
+    "values": (("critic/values/mean", "{} mean value"),),
     "advantage": (
-        ("critic/advantages/max", "{:.4g} largest advantage"), ("advantage/zero_share", "{:.0%} of the rows have advantage 0"),
+        ("critic/advantages/max", "{} largest advantage"), ("advantage/zero_share", "{1:.0%} of the rows have advantage 0"),
     ),
-    "update_critic": (("critic/vf_loss", "{:.4g} value loss"), ("critic/grad_norm", "{:.4g} gradient norm")),
+    "update_critic": (("critic/vf_loss", "{} value loss"), ("critic/grad_norm", "{} gradient norm")),
     "update_actor": (
-        ("actor/grad_norm", "{:.4g} gradient norm"), ("actor/pg_clipfrac", "{:.1%} clipped"), ("actor/ppo_kl", "{:.2g} KL"),
+        ("actor/grad_norm", "{} gradient norm"), ("actor/pg_clipfrac", "{1:.1%} clipped"), ("actor/ppo_kl", "{} KL"),
     ),
 }  # fmt: skip
 """Stage → its main metrics, and the words for each."""
@@ -153,7 +153,7 @@ def headline(phase: Phase) -> str:
     none.
     """
     forms, metrics = _HEADLINES.get(phase.stage, ()), phase.metrics
-    parts = [form.format(metrics[key]) for key, form in forms if key in metrics]
+    parts = [form.format(doc.number(metrics[key]), metrics[key]) for key, form in forms if key in metrics]
     if "reward" in phase.wrote and "reward" in phase.batch.batch and (judged := _judged(phase.batch).headline):
         parts = [judged]
     elif not parts and metrics:
@@ -339,7 +339,8 @@ def step_groups(batch: DataProto) -> list[StepGroup]:
         answers = [(row, doc.number(texts[row].get("reward")), str(texts[row]["response"])) for row in rows]
         of = index.groups.loc[group]
         words = doc.counted(int(of["samples"]), "sample")
-        words += f" · {of['reward_mean']:.4g} ± {of['reward_std']:.4g}" if len(scored[group]) > 1 else ""
+        mean, deviation = (doc.number(of.get(f"reward_{name}")) for name in ("mean", "std"))
+        words += f" · {mean} ± {deviation}" if len(scored[group]) > 1 else ""
         made.append(StepGroup(words, str(texts[rows[0]].get("prompt") or ""), scored[group], answers))
     return made
 
@@ -355,9 +356,8 @@ def _groups(groups: Sequence[StepGroup]) -> doc.Part:
         ]
         dots = _dots([reward for _, reward in group.dots], *ends)
         rows.append([doc.cut(group.prompt, 90), (dots, doc.small(doc.faint(group.words))), folds])
-    return doc.Table(
-        ["prompt", f"rewards, {ends[0]:.4g} to {ends[1]:.4g}: mean ± deviation", "best and worst answer"], rows
-    )
+    scale = f"rewards, {doc.number(ends[0])} to {doc.number(ends[1])}: mean ± deviation"
+    return doc.Table(["prompt", scale, "best and worst answer"], rows)
 
 
 def _dots(rewards: Sequence[float], low: float, high: float) -> doc.Part:
@@ -449,8 +449,8 @@ def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
     if len(finite):
         low, high = finite.min().item(), finite.max().item()
         histogram = spark(finite, low, high)
-        mean, deviation = doc.number(finite.mean().item(), ".3g"), doc.number(finite.std(correction=0).item(), ".3g")
-        notes = [*([] if name in _IDS else [f"{mean} ± {deviation}"]), f"[{low:.3g}, {high:.3g}]"]
+        mean, deviation = doc.number(finite.mean().item()), doc.number(finite.std(correction=0).item())
+        notes = [*([] if name in _IDS else [f"{mean} ± {deviation}"]), f"[{doc.number(low)}, {doc.number(high)}]"]
     notes += [f"{len(values) - len(finite)} not finite"] if len(finite) < len(values) else []
     return sum(stop - start for start, stop in pieces), "  ".join(notes), histogram
 

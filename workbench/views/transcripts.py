@@ -428,10 +428,7 @@ def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.
     rows: list[list[doc.Part]] = []
     for node, count in _alike(nodes):
         level = depth[node.number] = depth[node.parent] + 1
-        places = node.places or "the prompt"
-        places = (
-            f"turn {places}" if node.places and len(node.turns) == 1 else f"turns {places}" if node.places else places
-        )
+        places = f"turn{'s' * (len(node.turns) != 1)} {node.places}" if node.places else "the prompt"
         name = doc.bold(places) if node.recorded else places
         shown = doc.Either(["  " * level, name], doc.Span(name, f"padding-left:{1.4 * level:g}em;white-space:nowrap"))
         share = (node.value.mean - low) / ((high - low) or 1.0)
@@ -462,16 +459,11 @@ def _turns_text(node: TreeNode) -> doc.Part:
     return doc.Either(parts, doc.wrapped(parts))
 
 
-def _number(estimate: TurnValue) -> str:
-    known = not math.isnan(estimate.error) and estimate.error > 0
-    return doc.number(estimate.mean, ".3g") + (f" ± {estimate.error:.2g}" if known else "")
+def _number(estimate: TurnValue, form: str = "") -> str:
+    return doc.number(estimate.mean, form) + (f" ± {doc.number(estimate.error)}" if estimate.error > 0 else "")
 
 
 def _signed(estimate: TurnValue) -> doc.Part:
     """Format a difference with its sign, coloured where it is beyond two standard errors."""
-    if math.isnan(estimate.mean):
-        return "–"
-    error = f" ± {estimate.error:.2g}" if estimate.error > 0 else ""
-    clear = not math.isnan(estimate.error) and abs(estimate.mean) > 2 * estimate.error
-    shown = f"{estimate.mean:+.3g}{error}"
+    shown, clear = _number(estimate, "+"), abs(estimate.mean) > 2 * estimate.error
     return doc.chip(shown, estimate.mean) if clear else doc.Span(shown, "white-space:nowrap")

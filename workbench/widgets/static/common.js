@@ -167,13 +167,13 @@ function overStatic(el, form = ".workbench-static") {
   };
 }
 
-// The one way in which numbers are written: four digits, as `views` has them.
+// The one way in which numbers are written, as `base.shown.number` has it: four digits, whole numbers below a million in full.
 function said(value, digits = 4) {
   if (value === null || value === undefined) return "–";
-  if (typeof value !== "number" || Number.isInteger(value)) return String(value);
-  const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e6) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
-  return String(Number(value.toPrecision(digits)));
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value), rounded = Number(value.toPrecision(digits));
+  if (size && (size < 1e-3 || size >= 1e6)) return rounded.toExponential().replace("e+", "e");
+  return String(Number.isInteger(value) ? value : rounded);
 }
 
 // What a button asks: all wait, the face is drawn anew, and what failed is said beside what then stands. `draw` gets a face,
