@@ -142,3 +142,14 @@ def test_a_step_counts_rows_and_tokens_of_each_phase(tiny: str, lines: Lines) ->
     rollout, update = seen["rollout"], seen["update_actor"]
     assert (rollout.done, rollout.total) == (8, 8) and 8 <= rollout.tokens == rollout.most <= 32
     assert (update.done, update.total) == (8, 8) and update.tokens > 16
+
+
+def test_passing_work_leaves_no_line(lines: Lines) -> None:
+    with working("checking the settings", passing=True):
+        time.sleep(0.12)
+        assert lines[-1][0].startswith("checking the settings")
+    assert lines[-1] == ("", 0.0, True)
+    with pytest.raises(ValueError), working("checking the settings", passing=True):
+        time.sleep(0.12)
+        raise ValueError
+    assert lines[-1][0].startswith("checking the settings: failed")

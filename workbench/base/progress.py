@@ -29,8 +29,8 @@ Show = Callable[[str, float, bool], None]
 class Work:
     """A piece of work that is running: its name, when it began, and how much of it is done."""
 
-    def __init__(self, name: str, total: int = 0, unit: str = "rows") -> None:
-        self.name, self.total, self.unit = name, total, unit
+    def __init__(self, name: str, total: int = 0, unit: str = "rows", passing: bool = False) -> None:
+        self.name, self.total, self.unit, self.passing = name, total, unit, passing
         self.done = self.tokens = 0
         self.most = 0
         """Most tokens that sampling makes; 0 where nothing is sampled."""
@@ -145,11 +145,11 @@ def now() -> str:
 
 
 @contextmanager
-def working(name: str, total: int = 0, unit: str = "rows") -> Iterator[Work]:
+def working(name: str, total: int = 0, unit: str = "rows", passing: bool = False) -> Iterator[Work]:
     """Context manager around work of `total` units (0: unknown); the work is displayed once it takes more than a
-    second.
+    second. Nothing of `passing` work stays in sight once it has ended well.
     """
-    work = Work(name, total, unit)
+    work = Work(name, total, unit, passing)
     before = _present.set(work)
     beside = _running if work.outer is None else work.outer.parts
     beside.append(work)
@@ -162,6 +162,7 @@ def working(name: str, total: int = 0, unit: str = "rows") -> Iterator[Work]:
     try:
         yield work
     except BaseException as error:
+        work.passing = False
         work.name += ": stopped" if isinstance(error, Interrupted | KeyboardInterrupt | CancelledError) else ": failed"
         raise
     finally:
@@ -179,7 +180,7 @@ def _shown(work: Work, over: threading.Event) -> None:
     while not over.is_set():
         show(work.line, work.share, False)
         over.wait(AFTER)
-    show(work.line, work.share, True)
+    show("" if work.passing else work.line, work.share, True)
 
 
 # --- where it is shown --------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def on_stderr() -> Show:
 
     def show(line: str, share: float, over: bool) -> None:
         width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write(f"\r\x1b[2K{line[:width]}" + "\n" * over)
+        sys.stderr.write(f"\r\x1b[2K{line[:width]}" + "\n" * (over and line != ""))
         sys.stderr.flush()
 
     return show
@@ -208,7 +209,7 @@ def seldom(write: Callable[[str], object]) -> Show:
 
     def show(line: str, share: float, over: bool) -> None:
         nonlocal began, due, last
-        if line != last and ((now := time.monotonic() - began) >= due or (over and last)):
+        if line not in ("", last) and ((now := time.monotonic() - began) >= due or (over and last)):
             due, last = 2 * now, line
             write(line)
         if over:  # where one place shows work after work, each has its own seconds

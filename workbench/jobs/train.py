@@ -217,7 +217,7 @@ def _ending_signals() -> Iterator[None]:
 
 async def _trained(pipeline: Pipeline, rows: Rows, plan: TrainPlan, page: HealthPage | None) -> Run:
     check_place(plan.run)
-    with working("checking the settings"):
+    with working("checking the settings", passing=True):
         checks = preflight(pipeline, rows, plan)
         settings = resolved(pipeline, rows, plan, checks.prompts)
     if os.environ.get("WORKBENCH_CHECK"):
@@ -226,7 +226,7 @@ async def _trained(pipeline: Pipeline, rows: Rows, plan: TrainPlan, page: Health
     with room(plan.run), contextlib.ExitStack() as stack:
         folder = RunFolder(plan.run)
         stack.callback(folder.lock.release)
-        with working("opening the run folder"):
+        with working("opening the run folder", passing=True):
             start = begin(folder, pipeline, rows, settings, resume=plan.resume, allow_changes=plan.allow_changes)
         if start.step > plan.steps:
             return _nothing_to_do(plan, start)
