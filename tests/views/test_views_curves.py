@@ -111,7 +111,7 @@ def steps_of(number: int, **columns: Any) -> list[dict[str, Any]]:
 
 def band(axes: Any) -> list[list[float]]:
     """(lower, upper) at each step of the only band."""
-    (area,) = axes.collections
+    area = axes.collections[0]
     vertices = area.get_paths()[0].vertices
     return [
         [float(f(vertices[vertices[:, 0] == x][:, 1])) for f in (np.min, np.max)] for x in sorted(set(vertices[:, 0]))
@@ -137,6 +137,7 @@ def test_a_wide_band_leaves_the_means_a_quarter_of_the_height() -> None:
     bottom, top = panel(rows).axes[2].get_ylim()
     # the means span 310 … 360: 50 of at most 4·50 (and a margin of 5 % on both sides, and above them the two names' room), from 0 or near it never here
     assert (top - bottom) * (1 - 0.22) == pytest.approx(1.1 * 200) and bottom < 310 and top > 360
+    assert len(panel(rows).axes[2].collections) == 8  # fading towards its ends, which are cut
     narrow = steps_of(6, response_length__mean=20.0, response_length__min=19.0, response_length__max=22.0)
     bottom, top = panel(narrow).axes[2].get_ylim()
     assert bottom == pytest.approx(19 - 0.15) and top == pytest.approx(bottom + 3.3 / (1 - 0.22))

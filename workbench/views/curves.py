@@ -149,24 +149,30 @@ def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
     """Scale the plot of a single curve, and draw the spread recorded beside `x/mean`: `x/std`, or else `x/min` and
     `x/max`.
 
-    Returns {text for the band: the band}. The axis fits the means: a wide band gets at most three quarters of the
-    height.
+    Returns {text for the band: its swatch}. The axis fits the means: a wide band gets at most three quarters of the
+    height, and fades towards its ends where these are cut.
     """
+    from matplotlib.patches import Patch
+
     word, lows, highs = spread(run, name)
-    there = np.isfinite(lows) & np.isfinite(highs)
-    low, high, key = axes.dataLim.y0, axes.dataLim.y1, dict[str, Any]()
-    if name.endswith("/mean") and there.any():
-        steps, lows, highs = run.steps[there], lows[there], highs[there]
-        if len(steps) > 2 * BINS:
-            starts = stretches(len(steps))
-            steps, lows, highs = steps[starts], np.minimum.reduceat(lows, starts), np.maximum.reduceat(highs, starts)
-        key[word] = axes.fill_between(steps, lows, highs, color=run.colour, alpha=0.12, linewidth=0, zorder=1)
-        below, above = max(low - float(lows.min()), 0.0), max(float(highs.max()) - high, 0.0)
-        room = 3 * max(high - low, 0.1 * max(abs(low), abs(high)))
-        share = min(room / (below + above), 1.0) if below + above else 0.0
-        low, high = low - below * share, high + above * share
-    _scale(axes, low, high)
-    return key
+    there = np.isfinite(lows) & np.isfinite(highs) & name.endswith("/mean")
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    if not there.any():
+        _scale(axes, low, high)
+        return {}
+    starts = stretches(int(there.sum()))
+    steps, means = run.steps[there][starts], run.column(name)[there][starts]
+    lows, highs = np.minimum.reduceat(lows[there], starts), np.maximum.reduceat(highs[there], starts)
+    below, above = max(low - float(lows.min()), 0.0), max(float(highs.max()) - high, 0.0)
+    room = 3 * max(high - low, 0.1 * max(abs(low), abs(high)), 1e-9)
+    share = room / max(below + above, room)
+    _scale(axes, low - below * share, high + above * share)
+    look: dict[str, Any] = {"color": run.colour, "alpha": 0.12 if share == 1 else 0.04, "linewidth": 0, "zorder": 1}
+    axes.fill_between(steps, lows, highs, **look)
+    for layer in range(1, 8 if share < 1 else 1):
+        edges = (means + (end.clip(*axes.get_ylim()) - means) * (layer / 8) ** 2 for end in (lows, highs))
+        axes.fill_between(steps, *edges, **look)
+    return {word: Patch(color=run.colour, alpha=0.12)}
 
 
 def spread(run: Series, name: str) -> tuple[str, Array, Array]:
@@ -181,12 +187,8 @@ def spread(run: Series, name: str) -> tuple[str, Array, Array]:
 
 def _above(axes: Axes, share: float) -> None:
     """Make room for a share of a plot's height above what is drawn in it, so that no name covers data."""
-    from matplotlib.patches import Rectangle
-
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, bottom + (top - bottom) / (1 - share))
-    for area in axes.collections:  # a wide band ends where the axis ended
-        area.set_clip_path(Rectangle((0, 0), 1, 1 - share, transform=axes.transAxes))
 
 
 def _curve(axes: Axes, run: Series, line: Line, look: Look, *, faint: bool) -> Any:
@@ -548,7 +550,7 @@ def _figure(
 
     Margins are set in inches, because matplotlib's layout engines draw everything twice.
     """
-    columns = 4 if plots in (7, 8) or plots > 9 else 3
+    columns = max(math.ceil(plots / math.ceil(max(plots, 1) / 4)), 3)  # rows of about the same number of plots
     lines = max(math.ceil(plots / columns), 1)
     longest = max((len(label(run.name)) for run in runs), default=1)
     in_line = max(min(len(runs), 5, int((_WIDTH - 0.8) / (0.55 + 0.085 * longest))), 1)

@@ -105,14 +105,19 @@ function plotted(plot, all, look, on) {
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
-    for (const { band, colour } of lines.filter((line) => line.band && !look.log)) {
-      const there = all.steps.map((_, at) => at).filter((at) => band[1][at] !== null);
-      const to = (at, end) => ctx.lineTo(u.valToPos(all.steps[at], "x", true), u.valToPos(end[at], "y", true));
-      ctx.beginPath();
-      there.forEach((at) => to(at, band[2]));
-      there.reverse().forEach((at) => to(at, band[1]));
-      ctx.fillStyle = look.ink.line(colour, 0.14);
-      ctx.fill();
+    const { min, max } = u.scales.y;
+    for (const { band, colour, mean } of lines.filter((line) => line.band && !look.log)) {
+      const there = all.steps.map((_, at) => at).filter((at) => band[1][at] !== null && mean[at] !== null);
+      const layers = there.some((at) => band[1][at] < min || band[2][at] > max) ? 8 : 1;  // a band that is cut fades towards its ends
+      ctx.fillStyle = look.ink.line(colour, layers > 1 ? 0.04 : 0.14);
+      for (let layer = 1; layer <= layers; layer++) {
+        const to = (at, end) => ctx.lineTo(u.valToPos(all.steps[at], "x", true),
+          u.valToPos(mean[at] + (Math.min(Math.max(end[at], min), max) - mean[at]) * (layer / layers) ** 2, "y", true));
+        ctx.beginPath();
+        there.forEach((at) => to(at, band[2]));
+        there.toReversed().forEach((at) => to(at, band[1]));
+        ctx.fill();
+      }
     }
     ctx.restore();
   }
@@ -340,7 +345,13 @@ function render({ model, el }) {
     rebuild();
   };
   const watch = new MutationObserver(theme);
-  const sizes = new ResizeObserver(() => plots.forEach((one) => one.size()));
+  const sizes = new ResizeObserver(() => { columns(); plots.forEach((one) => one.size()); });
+
+  // as many columns as fit, rows of about the same number of plots: five are three and two, not four and one
+  function columns() {
+    const most = Math.min(Math.max(Math.floor((grid.clientWidth + 16) / 316), 1), 4);
+    grid.style.gridTemplateColumns = `repeat(${Math.ceil(plots.length / Math.ceil(plots.length / most)) || 1}, minmax(0, 1fr))`;
+  }
 
   // All that is drawn, at first and whenever the curves went on or other ones are wanted: what was zoomed, hidden, smoothed stays.
   async function load() {
@@ -376,6 +387,7 @@ function render({ model, el }) {
       plots = all.plots.map((plot) => plotted(plot, all, look, on));
       plots.forEach((one) => one.host.addEventListener("keydown", (event) => pressed(event, one)));
       grid.replaceChildren(...plots.map((one) => one.node));
+      columns();
     } else plots.forEach((one, number) => one.take(all.plots[number]));
     kind = now;
     rebuild();
