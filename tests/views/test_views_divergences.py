@@ -57,7 +57,7 @@ def test_html_is_escaped_and_survives_the_sanitiser() -> None:
     html = found._repr_html_()
     assert lint(html) == [] and "first divergence: phase rollout" in html
     tokens = diverge(trace(), trace(-0.75))._repr_html_()
-    assert lint(tokens) == [] and tokens.count("rgba(213,94,0") == 4 and "<table" in tokens
+    assert lint(tokens) == [] and tokens.count("rgba(56,139,253") == 4 and "<table" in tokens
 
 
 def test_every_kind_has_its_sentence() -> None:

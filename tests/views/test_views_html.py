@@ -11,7 +11,7 @@ from support.lint import lint
 import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
-from workbench.views.document import Fold, Image, Table, bar, block, cut, escape, html, pairs
+from workbench.views.document import Fold, Image, Table, bar, block, cut, escape, filled, html, pairs, text
 from workbench.views.sample_table import samples_table
 from workbench.views.samples import SampleIndex, samples
 
@@ -92,3 +92,10 @@ def test_the_batchs_text_says_shape_writer_and_first_values() -> None:
     text = repr(wb.DataProto({"reward": torch.tensor([0.5, 1.0])}, {"uid": ["a", "b"]}, origins={"reward": origin}))
     assert text.splitlines()[0] == "DataProto of 2 rows (P=2 G=1 B=2)"
     assert text.splitlines()[1].split() == ["reward", "f32[2]", "reward", "0.5", "1"]
+
+
+def test_a_table_names_its_empty_columns_in_a_line() -> None:
+    workers = filled(["rank", "pool", "GPUs"], [["0", "–", "–"], ["1", "–", "–"]])
+    assert text(workers).split() == ["rank", "0", "1", "no", "pool,", "GPUs"]
+    assert text(filled(["rank"], [["0"]])).split() == ["rank", "0"] and text(filled(["rank"], [])) == ""
+    assert html(workers).count("<th ") == 1

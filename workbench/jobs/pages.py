@@ -181,7 +181,6 @@ class Pages:
         sections = [
             Section("run", run._repr_html_),
             self._look_at(page, below),
-            Section("symptoms", lambda: run.symptoms._repr_html_()),
         ]
         if run.rows:
             sections.insert(1, _curves({name: run}))
@@ -329,8 +328,8 @@ def _curves(runs: Mapping[str, Run], known: Mapping[str, Run] | None = None) -> 
 
     def picture() -> bytes:
         beside = {one: runs[one].rows for one in others}
-        marks = () if others else Watch(runs[name].rows).marks
-        return png(panel(runs[name].rows, title=name, others=beside or None, marks=marks, empty=False, listed=False))
+        title, marks = (name, ()) if others else (None, Watch(runs[name].rows).marks)
+        return png(panel(runs[name].rows, title=title, others=beside or None, marks=marks, empty=False, listed=False))
 
     def read() -> Plots:  # the symptoms are looked for again each time
         every = known or runs
@@ -451,7 +450,7 @@ def shown(
     else:
         run = load_run(source)
         if step is None and row is None:
-            return "\n\n".join(str(one) for one in (run, run.traces, run.symptoms) if one)
+            return "\n\n".join(str(one) for one in (run, run.traces) if one)
         record = run.traces[max(run.traces, default=0) if step is None else step]
     try:
         if row is None:

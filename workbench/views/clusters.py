@@ -88,8 +88,8 @@ def status(status: ClusterStatus) -> doc.Part:
     ]
     return (
         doc.line(doc.bold(f"Cluster: {status.title}{at}")),
-        doc.Table(_NODES, _nodes(status.nodes)),
-        [(doc.Either(""), doc.Table(header, rows)) for header, rows in tables if rows],
+        doc.filled(_NODES, _nodes(status.nodes)),
+        [(doc.Either("", doc.BREAK), doc.filled(header, rows)) for header, rows in tables if rows],
         [doc.Either(f"  note: {note}", note) for note in status.notes],
     )
 
@@ -98,7 +98,7 @@ def _nodes(nodes: Sequence[Node]) -> list[list[doc.Part]]:
     labels, rows = _labels(nodes), list[list[doc.Part]]()
     for node in nodes:
         free: list[doc.Part] = [
-            doc.bar((total - left) / total, f"{left:g} of {total:g}") if total else doc.Either(f"{left:g} of 0", "–")
+            doc.bar((total - left) / total, f"{left:g} of {total:g}") if total else "–"
             for left, total in ((node.free_cpus, node.cpus), (node.free_gpus, node.gpus))
         ]
         state, store = "alive" if node.alive else "dead", _used(node.store_used, node.store, 0.8)

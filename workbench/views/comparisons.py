@@ -162,7 +162,7 @@ def _bar(value: float, most: float) -> doc.Part:
 # --- where two part ---------------------------------------------------------------------------
 
 _TEXT = 60
-_MARK = f"background:rgba({doc.DOWN},0.30)"
+_MARK = "background:rgba(56,139,253,.18)"
 
 
 def divergence(diff: RunDivergence) -> doc.Part:

@@ -22,7 +22,7 @@ CELL = 2000
 UP, DOWN, MUCH = "0,158,115", "213,94,0", "139,108,209"
 """Red, green, blue of the scales, as in `widgets/static/tokens.css`: above and below 0 or a mean; of one direction."""
 _WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;font-size:95%"
-_CELL_STYLE = "padding:2px 8px;text-align:"
+_CELL_STYLE, _HEADING = "padding:2px 8px;text-align:", "opacity:0.65;font-size:11px"
 _SHORT = 24
 """Characters of a cell that stays on one line: where all cells do, none needs its place in a row."""
 _FIGURE = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( s| ms| [GM]iB|%)?|–|nan|inf|")
@@ -141,6 +141,14 @@ def pairs(facts: Sequence[tuple[str, Part]]) -> Either:
     return Either([line(f"  {what}: ", value) for what, value in facts], Table((), rows, most=len(rows)))
 
 
+def filled(header: Sequence[str], rows: Sequence[Sequence[Part]]) -> Part:
+    """Make a table without the columns that are `–` in all rows; a line under it names them."""
+    columns = dict(zip(header, zip(*rows, strict=True), strict=False))
+    kept = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
+    empty = ", ".join(name for name in columns if name not in kept)
+    return Table([*kept], [*zip(*kept.values(), strict=True)]), line(small(faint(f"  no {empty}"))) if empty else ()
+
+
 def stacked(parts: Sequence[Part]) -> Part:
     """Put parts under each other within a line or a cell; side by side in a terminal."""
     return [(BREAK, part) if place else part for place, part in enumerate(parts)]
@@ -216,8 +224,9 @@ def _element(node: Node) -> str:
             short = all(isinstance(cell, str) and len(cell) < _SHORT for row in shown for cell in row)
             place = _CELL_STYLE if short else f"vertical-align:top;{_CELL_STYLE}"
             styles = [place + _side(column) for column in zip(*shown, strict=True)]
+            styles[0] += ";padding-left:0"
             titled = zip(styles, header, strict=False)
-            head = "".join(f'<th style="{style};opacity:0.65">{escape(cell)}</th>' for style, cell in titled)
+            head = "".join(f'<th style="{style};{_HEADING}">{escape(cell)}</th>' for style, cell in titled)
             cells = (
                 "".join(f'<td style="{s}">{_cell(c)}</td>' for s, c in zip(styles, row, strict=True)) for row in shown
             )

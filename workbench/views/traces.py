@@ -394,7 +394,7 @@ def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
     return title, doc.Either(columns, (_boxes(_ordered(phase)[:BOXES], _MIDDLE), columns, _beneath(phase, BOXES)))
 
 
-_BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:6px;text-align:center"
+_BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:4px;text-align:center;border:1px solid rgba("
 _ARROW = "display:inline-block;vertical-align:middle;font-size:11px;opacity:0.75;max-width:150px;margin:3px"
 
 
@@ -405,10 +405,10 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
     stages = list(pipeline)
     boxes: list[doc.Part] = []
     for place, stage in enumerate(stages):
-        colour = "rgba(207,120,40,0.22)" if stage.updates else "rgba(56,139,253,0.16)"
+        edge = _PICKED if stage.updates else "128,128,128,.28)"
         moves = f"reads {', '.join(stage.reads)}; writes {', '.join(stage.writes)}"
         name = doc.bold(stage.name), doc.BREAK, doc.small(type(stage).__name__)
-        boxes.append(doc.line(name, style=f"{_BOX};background:{colour}", title=moves))
+        boxes.append(doc.line(name, style=f"{_BOX}{edge}", title=moves))
         if place + 1 < len(stages):
             later = {name for stage in stages[place + 1 :] for name in stage.reads}
             used = [doc.cut(name, 40) for name in stage.writes if name in later]
@@ -535,7 +535,8 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
     for name in names:
         kind, (read, numbers, histogram) = kind_of(phase.batch, name), field_of(phase.batch, name)
         partial = partial or read < len(phase.batch)
-        cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), numbers]
+        figures = doc.Span(numbers, "white-space:nowrap" * bool(histogram))
+        cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), figures]
         rows.append(cells)
         if before is not None and name in before:
             kind, (_, numbers, histogram) = kind_of(before, name), field_of(before, name)
@@ -549,7 +550,7 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
 
 
 def _bars(histogram: str) -> doc.Part:
-    return doc.Span(histogram, "font:14px/1.4 monospace;letter-spacing:2px;white-space:pre;color:rgb(56,139,253)")
+    return doc.Span(histogram, "font:14px/1.4 monospace;letter-spacing:2px;white-space:pre;opacity:0.65")
 
 
 # --- a run -----------------------------------------------------------------------------------------
@@ -593,7 +594,7 @@ def run(run: Run) -> doc.Part:
     pairs += [("exact weights", f"can be restored before steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: run.stopped has that step"))
-    pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
+    found, more = shown_by(rows), [("note", note) for note in run.notes]
     calls = ["run.curves()", "run.diagnose()", "run.traces"]
     calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if state in ("stopped", "died"):  # the first that is read in the morning
@@ -601,8 +602,10 @@ def run(run: Run) -> doc.Part:
     if state == "died":
         why_died = "the run's process ended without closing the run: it was killed, out of memory, or restarted"
         pairs.insert(0, ("what happened", why_died))
-    pairs.append(("next", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
-    return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
+    more.append(("next", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
+    text, page = [*pairs, *(("symptom", str(one)) for one in found), *more], [*pairs, *more]
+    facts = doc.Either(doc.pairs(text), [doc.pairs(page), doc.line(symptoms(Symptoms(found)), style="margin-top:8px")])
+    return doc.line(doc.bold(title)), first, facts, steps
 
 
 def _steps(numbers: list[int]) -> str:
