@@ -248,6 +248,14 @@ def test_in_chromium_the_widgets_work_without_a_kernel(served: str, folder: Path
         page.on("console", lambda message: errors.append(message.text))
         page.goto(served)
         page.locator(".wb-canvas canvas").first.wait_for()
+        names = page.locator(".runs tbody a")
+        for head, arrow in (("run", "descending"), ("run", "ascending"), ("seconds", "descending")):
+            page.get_by_role("button", name=head, exact=True).click()
+            assert page.locator(f"[aria-sort={arrow}]").inner_text().startswith(head)
+            if head == "run":
+                assert names.all_inner_texts() == sorted(names.all_inner_texts(), reverse=arrow == "descending")
+        seconds = [float(row.locator("td.number").last.inner_text()) for row in page.locator(".runs tbody tr").all()]
+        assert seconds == sorted(seconds, reverse=True)
         page.get_by_label("filter runs").fill("deep")
         assert page.locator("tbody tr:visible").count() == 1
         page.get_by_label("metrics to draw").fill("critic/score/*")

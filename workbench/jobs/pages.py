@@ -148,7 +148,7 @@ class Pages:
         runs, page = self.runs(), "index.html"
         chosen = [name for name in query.get("run", ()) if name in runs] or list(runs)[-DRAWN:]
         opened = {name: Run(runs[name]) for name in reversed(chosen)}
-        sections = [Section("runs", lambda: self._listed(page, runs, chosen))]
+        sections = [Section("", lambda: self._listed(page, runs, chosen))]
         if any(run.rows for run in opened.values()):
             sections.append(_curves(opened, {name: Run(path) for name, path in reversed(runs.items())}))
         below = {"runs": [(name, f"{name}/index.html") for name in reversed(runs)]}
@@ -158,12 +158,13 @@ class Pages:
         """Render the table of runs; on a served page with boxes that choose whose curves are drawn."""
         frame = table(runs)[::-1].dropna(axis=1, how="all")
         served = self.written is None
+        right = ["", *(" class=number" if kind.kind in "if" else "" for kind in frame.dtypes)]
         lines = []
         for name, row in frame.iterrows():
             box = f'<input type="checkbox" name="run" value="{quoted(str(name))}"{" checked" * (name in chosen)} aria-label="draw its curves">'
             cells = [box * served + self._link(page, str(name), f"{name}/index.html"), *map(_cell, row)]
-            lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-        heads = "".join(f"<th>{doc.escape(one)}</th>" for one in ("run", *frame.columns))
+            lines.append("<tr>" + "".join(map("<td{}>{}</td>".format, right, cells)) + "</tr>")
+        heads = "".join(map("<th{}>{}</th>".format, right, map(doc.escape, ("run", *frame.columns))))
         listed = f'<table class="runs"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
         if not served:
             return listed
@@ -294,7 +295,8 @@ def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = 
             inner = embed(shows(section.shown, "widget"))
         else:
             inner = f'<div id="part{number}">{contents(section)}</div>'
-        parts.append(f"<section><h2>{doc.escape(section.title)}</h2>{inner}</section>")
+        heading = f"<h2>{doc.escape(section.title)}</h2>" * bool(section.title)
+        parts.append(f"<section>{heading}{inner}</section>")
     trail = " › ".join(link(page.path, words, path) for words, path in page.trail)
     safe = (
         ""

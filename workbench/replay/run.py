@@ -23,7 +23,7 @@ from workbench.base.config import require
 from workbench.base.errors import PipelineError, RunError, first_line, unknown
 from workbench.base.memory import gib, release, trim
 from workbench.base.progress import clock, working
-from workbench.base.shown import Shown, number, shows
+from workbench.base.shown import Shown, blocks, number, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Rows
@@ -59,7 +59,7 @@ from workbench.runs.folder import (
     step_folders,
 )
 from workbench.runs.resume import lost_rows
-from workbench.runs.symptoms import Symptoms, shown_by
+from workbench.runs.symptoms import Symptoms, shown_by, symptoms
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import Stage
 from workbench.steps.execute import DRAWN, read_once
@@ -996,7 +996,9 @@ def load_run(path: str | Path, *, trust: bool = False) -> Run:
     return Run(path, trust=trust)
 
 
-_ALWAYS = ("state", "steps", "reward before", "reward after", "training reward", "seconds", "changed")
+_ALWAYS = (
+    "state", "steps", "reward before", "reward after", "training reward", "reward by step", "symptoms", "seconds", "changed",
+)  # fmt: skip
 
 
 def find_runs(folder: str | Path = "runs") -> list[Path]:
@@ -1009,7 +1011,8 @@ def find_runs(folder: str | Path = "runs") -> list[Path]:
 
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
-    """Make a DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which the
+    """Make a DataFrame with one row per run: state, steps, held-out rewards, the last training reward and all of them as
+    blocks of their height, the number of symptoms that the run shows now, seconds; then the settings in which the
     runs differ, and the parameters of their notebooks that no setting shows. `folder` may be an address (`s3://…`).
 
     A run that cannot be read has the error as its state.
@@ -1067,6 +1070,8 @@ def _line(run: Run) -> dict[str, Any]:
         "reward before": held[0] if held else None,
         "reward after": held[-1] if len(held) > 1 else None,
         "training reward": training[-1] if training else None,
+        "reward by step": blocks(training, 24) or None,
+        "symptoms": len(symptoms(rows)),
         "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 1),
         "changed": changed,
     }

@@ -44,6 +44,23 @@ if (filter) {
   filter.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
 }
 
+// the table of runs is sorted by the column whose head is pressed, numbers as numbers; a second press turns it over
+document.querySelectorAll(".runs th").forEach((head, column, heads) => {
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent });
+  head.replaceChildren(button);
+  button.addEventListener("click", () => {
+    const down = head.ariaSort !== "descending";
+    heads.forEach((other) => other.removeAttribute("aria-sort"));
+    head.ariaSort = down ? "descending" : "ascending";
+    const key = (row) => row.cells[column].textContent;
+    const order = (a, b) => key(a).localeCompare(key(b), undefined, { numeric: true });
+    const number = (row) => (key(row) === "–" ? -Infinity : Number(key(row)));
+    const by = head.classList.contains("number") ? (a, b) => number(a) - number(b) || 0 : order;
+    const body = document.querySelector(".runs tbody");
+    body.append(...[...body.rows].sort((a, b) => (down ? by(b, a) : by(a, b))));
+  });
+});
+
 // A run that goes on: when it has written something, the views are drawn anew and the curves go on; what is open stays open.
 const told = document.getElementById("said");
 async function look() {
