@@ -13,7 +13,8 @@ from support.lint import lint
 
 import workbench as wb
 from workbench.rewards import Score
-from workbench.runs.symptoms import Symptoms, shown_by, symptoms
+from workbench.runs.folder import STEP
+from workbench.runs.symptoms import Symptoms, Watch, shown_by, symptoms
 
 WELL = {
     "critic/score/mean": 0.5, "critic/score/max": 1.0, "actor/kl_loss": 0.01, "actor/entropy": 1.0, "actor/pg_clipfrac": 0.01,
@@ -93,6 +94,15 @@ def test_each_symptom(changed: dict[str, Any], name: str, hint: str) -> None:
     assert [one.name for one in found] == [name] and hint in found[0].do
     shown = Symptoms(found)
     assert name in repr(shown) and lint(shown._repr_html_()) == []
+
+
+def test_a_jump_that_later_rows_show_is_reported_once() -> None:
+    watch = Watch()
+    norms = [0.379, 0.0007, 6.35, 0.00135, 0.2]  # the third is 20 times the usual norm only beside the fourth
+    begun = [
+        [one.since for one in watch.look({STEP: step, "actor/grad_norm": norm})] for step, norm in enumerate(norms, 1)
+    ]
+    assert begun == [[], [], [], [3], []] and [one.since for one in watch.marks] == [3]
 
 
 def test_causes_are_read_from_the_last_batch() -> None:

@@ -294,7 +294,7 @@ class Watch:
 
     def look(self, row: Mapping[str, Any], *, check: bool = True) -> list[Symptom]:
         """Add one row and return the symptoms that begin with it. A symptom of single steps (a gradient that jumps) is
-        returned only with the row of such a step."""
+        returned with the first row that shows it, and then only with the row of such a step."""
         if step_of(row) > 0:
             (self._first if len(self._first) < WINDOW else self._last).append(row)
         if not check:
@@ -303,7 +303,7 @@ class Watch:
         present = {
             symptom.name: symptom
             for symptom in symptoms(rows)
-            if not symptom.steps or step_of(rows[-1]) in symptom.steps
+            if not symptom.steps or symptom.name not in self._seen or step_of(rows[-1]) in symptom.steps
         }
         begun = [symptom for name, symptom in present.items() if name not in self._there]
         for name, symptom in present.items():
