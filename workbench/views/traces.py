@@ -214,8 +214,9 @@ def phases(trace: Iterable[Phase]) -> doc.Part:
 
 
 def _ordered(phase: Phase) -> list[tuple[str, str]]:
-    """Return a phase's metrics as (name, number), the main ones first, in words."""
-    ordered = sorted(phase.metrics.items(), key=lambda pair: pair[0] not in WORDS)
+    """Return a phase's metrics as (name, number), those of its headline first, then the other main ones, in words."""
+    first = dict(_HEADLINES.get(phase.stage, ()))
+    ordered = sorted(phase.metrics.items(), key=lambda pair: (pair[0] not in first, pair[0] not in WORDS))
     return [(TITLES.get(name, name), doc.number(value)) for name, value in ordered]
 
 
@@ -338,9 +339,9 @@ def step_groups(batch: DataProto) -> list[StepGroup]:
     for group, rows in shown.items():
         answers = [(row, doc.number(texts[row].get("reward")), str(texts[row]["response"])) for row in rows]
         of = index.groups.loc[group]
-        words = doc.counted(int(of["samples"]), "sample")
         mean, deviation = (doc.number(of.get(f"reward_{name}")) for name in ("mean", "std"))
-        words += f" · {mean} ± {deviation}" if len(scored[group]) > 1 else ""
+        rewards = f" · {mean} ± {deviation}" if len(rows) > 1 else f" · all {answers[0][1]}"
+        words = doc.counted(int(of["samples"]), "sample") + rewards * (len(scored[group]) > 1)
         made.append(StepGroup(words, str(texts[rows[0]].get("prompt") or ""), scored[group], answers))
     return made
 

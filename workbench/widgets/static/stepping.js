@@ -52,6 +52,7 @@ function render({ model, el }) {
       code.textContent = found.code;
       fromViews(card, found.html);
       groups.querySelectorAll(".wb-dots button").forEach((dot) => { dot.ariaPressed = String(dot.title.startsWith(`row ${row},`)); });
+      groups.querySelectorAll(".wb-group").forEach((group) => group.classList.toggle("wb-open", Boolean(group.querySelector("[aria-pressed=true]"))));
       card.scrollIntoView({ block: "nearest" });
     } catch (text) { problem.textContent = text; }
   }
@@ -60,9 +61,9 @@ function render({ model, el }) {
     const answers = one.answers.map(([number, reward, text]) => make("button", {
       class: "wb-answer", title: `show row ${number} in full`, onclick: () => open(phase, number),
     }, make("b", {}, reward), make("span", {}, text)));
-    return [make("div", { class: "wb-asked", title: one.prompt }, one.prompt),
+    return make("div", { class: "wb-group" }, make("div", { class: "wb-asked", title: one.prompt }, one.prompt),
       make("div", {}, one.dots.length ? dotsOf(one.dots, span, null, (number) => open(phase, number)) : null, make("div", { class: "wb-hint" }, one.words)),
-      make("div", {}, answers)];
+      make("div", {}, answers));
   }
 
   function draw(face) {
@@ -72,7 +73,8 @@ function render({ model, el }) {
     buttons.length = own.length;
     row.replaceChildren(...face.chips.map((one) => chip(one, face.shown)));
     line.replaceChildren(...face.chips.filter((one) => one.mark === "●").map((one) => make("i", {
-      class: one.name === face.shown ? "wb-now" : "", title: `${one.name}: ${one.time}, ${one.share} of the time`, style: { width: one.share } })));
+      class: one.name === face.shown ? "wb-now" : "", title: `${one.name}: ${one.time}, ${one.share} of the time`, style: { width: one.share },
+    }, parseFloat(one.share) >= 20 ? `${one.name} ${one.share}` : "")));
     fromViews(body, face.html);
     const rewards = face.groups.flatMap((one) => one.dots.map(([, reward]) => reward));
     const span = [Math.min(...rewards), Math.max(...rewards)];
@@ -80,7 +82,7 @@ function render({ model, el }) {
     const head = make("div", { class: "wb-bar" }, all, make("span", { class: "wb-hint" }, "groups whose rewards differ most come first; click a dot or an answer to open its sample"));
     const titles = rewards.length ? ["prompt", `rewards, ${said(span[0])} to ${said(span[1])}: mean ± deviation`, "best and worst answer"] : ["prompt", "", "first answer"];
     const names = titles.map((title) => make("div", { class: "wb-names" }, title));
-    groups.replaceChildren(...(face.groups.length ? [head, ...names] : []), ...face.groups.flatMap((one) => grouped(one, face.shown, span)));
+    groups.replaceChildren(...(face.groups.length ? [head, ...names] : []), ...face.groups.map((one) => grouped(one, face.shown, span)));
     card.replaceChildren();
     next.disabled = face.next_stage === null;
     back.disabled = face.stands === 0;
