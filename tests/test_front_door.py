@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
+from workbench.base import errors
+from workbench.base.errors import WorkbenchError, hinted
 from workbench.base.shown import Hinting
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.engine import LocalEngine
@@ -73,3 +79,72 @@ def test_names_that_people_try_are_answered(kind: type[Hinting]) -> None:
         assert not any(name in vars(base) for base in kind.__mro__)
         with pytest.raises(AttributeError, match=f"^{kind.__name__} has no '{name}'; [a-z]+ .*"):
             getattr(thing, name)
+
+
+@pytest.fixture(scope="module")
+def doors(tiny: str) -> dict[str, Any]:
+    engine, rows = wb.engines.local(tiny), wb.rows([{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(4)])
+    pipe = wb.recipes.grpo(engine, other_reward, group_size=2, max_tokens=4)
+    stepper = wb.Stepper(pipe, rows.batch(2)).run(until="advantage")
+    return {"wb": wb, "tiny": tiny, "engine": engine, "rows": rows, "pipe": pipe, "s": stepper, "torch": torch}
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("wb.engines.local(tiny, dtype='bf16')", "did you mean 'bfloat16'"),
+        ("wb.engines.local(tiny, dtype=torch.float16)", "did you mean 'float16'"),
+        ("wb.engines.local(tiny, torch_dtype='bfloat16')", "in workbench it is dtype"),
+        ("wb.engines.local(tiny, device_map='auto')", "in workbench it is device"),
+        ("wb.engines.local(tiny, max_length=8)", "it is max_tokens of the recipe: recipes.grpo(engine, max_tokens=…)"),
+        ("wb.rows([{'prompt': 'a'}], n=1)", "in workbench it is limit"),
+        ("rows.batch(batch_size=2)", "batch has no setting 'batch_size'; in workbench it is size"),
+        ("engine('1+1?')", "ask the model: engine.generate(text)"),
+        ("engine.generate('1+1?', max_new_tokens=4)", "in workbench it is max_tokens"),
+        ("engine.generate('1+1?', do_sample=True)", "in workbench it is temperature (0 is greedy)"),
+        ("wb.SamplingSettings(max_new_tokens=4)", "in workbench it is max_tokens"),
+        ("wb.recipes.grpo(engine, num_generations=4)", "in workbench it is group_size"),
+        ("wb.recipes.grpo(engine, beta=0.1)", "in workbench it is kl_coef"),
+        ("wb.recipes.grpo(engine, batch_size=8)", "it is batch_size of the training: train(pipe, rows, batch_size=…)"),
+        ("s.what_if(lr=1e-3)", "it is lr of the engine: engines.local(path, lr=…)"),
+        ("s.run(to='reward')", "in workbench it is until"),
+        ("s.back(until='reward')", "in workbench it is to"),
+        ("wb.views.samples(s, sort='worst')", "in workbench it is order"),
+        ("wb.views.samples(s, n=3)", "in workbench it is rows"),
+        ("wb.views.tokens(s, 0, color='advantage')", "did you mean 'colour'"),
+        ("wb.evaluate(engine, rows, reward_fn=len)", "in workbench it is reward"),
+        ("wb.evaluate(engine, rows, n=4)", "in workbench it is samples"),
+        ("wb.chat(engine, system_prompt='x')", "it is system of the chat: chat(model, system=…)"),
+        ("wb.tune(pipe, rows, bs=4)", "in workbench it is batch_size"),
+        ("wb.grpo(engine)", "call wb.recipes.grpo"),
+        ("wb.samples(s)", "call wb.views.samples"),
+        ("rows.samples(sort='worst', n=3)", "show a step's samples: wb.views.samples(stepper)"),
+    ],
+)
+def test_what_a_person_types_by_guess_is_answered_with_what_to_type(
+    doors: dict[str, Any], typed: str, answer: str
+) -> None:
+    with pytest.raises((TypeError, AttributeError), match=re.escape(answer)) as found:
+        eval(typed, doors)  # noqa: S307 - the statements above
+    assert found.value.__context__ is None
+
+
+def test_an_error_inside_a_function_is_not_taken_for_a_wrong_argument() -> None:
+    def reward(response: str) -> float:
+        return float(wb.rows([{"prompt": response}])[0]["prompt"])
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'answer'") as found:
+        hinted(lambda: reward(answer="x"))()  # type: ignore[call-arg]
+    assert not isinstance(found.value, WorkbenchError)
+
+
+def test_each_setting_of_the_table_is_taken_by_the_call_that_it_names() -> None:
+    calls: dict[str, Any] = {
+        "engines.local": wb.engines.local,
+        "recipes.grpo": wb.recipes.grpo,
+        "train": wb.train,
+        "chat": wb.chat,
+    }
+    for place, names in errors._PLACES.items():
+        call = place.split(": ")[1].split("(")[0]
+        assert set(names.split()) <= set(inspect.signature(calls[call]).parameters), place

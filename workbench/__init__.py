@@ -6,8 +6,9 @@ go back, change one thing, run on, compare; then train with the same stages.
 
 import sys
 from functools import partial
+from inspect import isfunction
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 if sys.platform == "win32":
     raise ImportError("workbench runs on Linux and macOS; found Windows; install it in WSL: wsl --install")
@@ -20,7 +21,7 @@ if Path(__file__).with_name("repl").is_dir():
 
 from workbench import agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
 from workbench.agents import BaseInteraction
-from workbench.base.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError, hinted, message, nearest
 from workbench.base.memory import free_memory
 from workbench.cluster import CallablePackage
 from workbench.compat.verl_reward import reward_from
@@ -63,8 +64,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def __getattr__(name: str) -> Any:
+    there = [f"wb.{one}.{name}" for one in reversed(__all__) if name in getattr(globals()[one], "__all__", ())]
+    do = f"call {there[0]}" if there else f"did you mean wb.{close}?" if (close := nearest(name, __all__)) else None
+    raise AttributeError(message(f"workbench has no {name!r}", do=do))
+
+
 vars(rewards)["evaluate_file"] = evaluate_file  # it reads runs' files, and rewards know no runs
 rewards.__all__.append("evaluate_file")
+
+# a keyword argument that a function does not have is answered with what to type in its place
+for _package in (sys.modules[__name__], datasets, engines, views):
+    vars(_package).update(
+        {name: hinted(one) for name, one in vars(_package).items() if name in _package.__all__ and isfunction(one)}
+    )
 
 # Tab shows what is for users, not what a package imports
 for _package in (agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views, cluster):

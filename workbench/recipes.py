@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_args, get_type_hints
 
 from workbench import functional as F
-from workbench.base.config import refuse_unknown, require
-from workbench.base.errors import SettingError, check_name
+from workbench.base.config import require
+from workbench.base.errors import SettingError, check_name, refuse_unknown
+from workbench.base.progress import working
 from workbench.compat.trl import TrlSettings, trl_settings
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.local_engine.engine import local
@@ -98,33 +99,6 @@ DEFAULTS: Mapping[str, Any] = {
     ),
 }
 """The defaults of `PolicyGradientSettings`; a recipe may have others."""
-_OTHERS: Mapping[str, tuple[str, ...]] = {
-    "lr of the engine: engines.local(path, lr=…)": ("actor_lr", "learning_rate", "lr"),
-    "kl_coef": ("beta", "init_kl_coef", "kl_loss_coef"),
-    "kl_type": ("kl_kind", "kl_loss_type", "kl_penalty"),
-    "kl_in_reward": ("use_kl_in_reward",),
-    "clip_ratio_low": ("clip_low",),
-    "clip_ratio_high": ("clip_high", "epsilon_high"),
-    "clip_ratio_c": ("delta",),
-    "mask_truncated": ("mask_truncated_completions", "overlong_filtering"),
-    "entropy_target (with entropy_coeff, where it begins)": ("use_adaptive_entropy", "adaptive_entropy_coeff"),
-    "clip_ratio_low and clip_ratio_high": ("clip_ratio", "cliprange", "epsilon"),
-    "cliprange_value": ("clip_value",),
-    "loss_mode (the loss) or loss_agg_mode (its mean)": ("loss_type",),
-    "max_tokens": ("max_completion_length", "max_new_tokens", "max_response_length", "response_length"),
-    "group_size": ("n", "n_samples_per_prompt", "num_generations"),
-    "norm_adv_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards"),
-    "ppo_epochs": ("num_iterations",),
-    "reference": ("ref_model",),
-    "ref_sync_steps": ("ref_model_sync_steps", "sync_ref_model"),
-    "ref_mixup_alpha": ("ref_model_mixup_alpha",),
-    "ref_sync_steps (with ref_mixup_alpha, 1 − the decay)": ("ema_decay", "ref_ema", "reference_ema"),
-    "teacher_sync_steps (with teacher_update_rate, 1 − the decay)": ("ema_decay", "teacher_ema", "teacher_model_kind"),
-    "reward": ("reward_fn", "reward_funcs"),
-    "critic": ("value_model",),
-}
-ELSEWHERE = {theirs: ours for ours, names in _OTHERS.items() for theirs in names}
-"""Names of TRL, verl, OpenRLHF and of workbench 0.6 → the names here."""
 
 
 def _policy_gradient(
@@ -232,14 +206,12 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
                 default = defaults.get(name, DEFAULTS[name])
                 own[name] = shared.replace(name=name, kind=shared.KEYWORD_ONLY, default=default, annotation=kind)
 
-        places = {ours: names for ours, names in _OTHERS.items() if ours.split(" ")[0] in own or "engine" in ours}
-        elsewhere = {theirs: ours for ours, names in places.items() for theirs in names if theirs not in own}
-
         @functools.wraps(build)
         def made(*args: P.args, **settings: P.kwargs) -> Pipeline:
-            refuse_unknown(build.__name__, settings, own, elsewhere)
+            refuse_unknown(build.__name__, settings, own)
             given = {name: one for name, one in settings.items() if one is not None or own[name].default is None}
-            return build(*args, **{**defaults, **given})
+            with working(f"recipe {build.__name__}"):  # a reference is a copy of the model
+                return build(*args, **{**defaults, **given})
 
         made.__signature__ = inspect.Signature(list(own.values()), return_annotation=Pipeline)  # type: ignore[attr-defined]
         return made

@@ -10,7 +10,7 @@ from support.lint import lint
 
 import workbench as wb
 from workbench import functional as F
-from workbench.base.errors import PipelineError
+from workbench.base.errors import PipelineError, SettingError
 from workbench.rewards import Reward
 from workbench.steps import what_if as module
 from workbench.steps.what_if import what_if
@@ -91,7 +91,7 @@ def test_what_cannot_be_asked(stepper: wb.Stepper) -> None:
         what_if(stepper, stepper.batch, clip_ratio_high=0.5)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="changes nothing"):
         stepper.what_if()
-    with pytest.raises(PipelineError, match="did you mean 'clip_ratio_high'"):
+    with pytest.raises(SettingError, match="did you mean 'clip_ratio_high'"):
         stepper.what_if(clip_hi=0.3)
     early = stepper.fork().back(to="advantage")
     with pytest.raises(PipelineError, match=r"run\(until='advantage'\) first"):

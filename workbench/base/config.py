@@ -26,11 +26,18 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-from workbench.base.errors import SettingError, WorkbenchError, check_name, describe, first_line
+from workbench.base.errors import (
+    SettingError,
+    WorkbenchError,
+    describe,
+    first_line,
+    nearest,
+    refuse_unknown,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,19 +48,6 @@ def require(condition: bool, what: str, *, expected: object, found: object, do: 
     """Raise `SettingError` unless the condition holds; the message shows the repr of `found`."""
     if not condition:
         raise SettingError(what, expected=expected, found=describe(found), do=do)
-
-
-def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise `SettingError` for the first of `names` that is not a setting of `what`.
-
-    The message has the name that workbench uses where `elsewhere` maps another library's name to it, else the nearest
-    known name.
-    """
-    known = list(known)
-    for name in names:
-        if name in elsewhere:
-            raise SettingError(f"{what} has no setting {name!r}", do=f"in workbench it is {elsewhere[name]}")
-        check_name(f"setting of {what}", name, known)
 
 
 DEPTH, SIZE = 100, 10_000_000
@@ -125,7 +119,9 @@ def coerce(name: str, value: Any, annotation: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(name, value, args)
     if origin is typing.Literal:
-        require(value in args, what, expected=_kind_text(annotation), found=value)
+        close = None if value in args else nearest(str(value), map(str, args), 0.5)
+        do = f"did you mean {close!r}?" if close else None
+        require(value in args, what, expected=_kind_text(annotation), found=value, do=do)
         return value
     if origin in (list, tuple):
         require(isinstance(value, list | tuple), what, expected="a list", found=value)
@@ -267,8 +263,10 @@ def _hints(kind: type) -> dict[str, Any]:
 class Settings:
     """Base of all settings classes, which are frozen, keyword-only dataclasses."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Names that other libraries have for these settings → how they are set here."""
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Raise `SettingError` for an unknown name."""
+        refuse_unknown(cls.__name__, settings, cls.field_names())
+        return super().__new__(cls)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -282,7 +280,7 @@ class Settings:
         Raises `SettingError` for an unknown name, and for a value that does not fit the setting's type.
         """
         hints = _hints(cls)  # type: ignore[arg-type] # mypy does not take a class for hashable
-        refuse_unknown(cls.__name__, parameters, cls.field_names(), cls.elsewhere)
+        refuse_unknown(cls.__name__, parameters, cls.field_names())
         return cls(**{name: coerce(name, value, hints[name]) for name, value in parameters.items()})
 
     def replace(self, **changes: Any) -> Self:

@@ -114,4 +114,5 @@ def optional(extra: str, purpose: str) -> Iterator[None]:
 def deprecated(name: str) -> None:
     """Warn the caller of a public function that `name`, a key of `DEPRECATED`, will be removed."""
     since, instead = DEPRECATED[name]
-    warnings.warn(f"{name} is deprecated since {since}; use {instead}", FutureWarning, stacklevel=3)
+    hinted = sys._getframe(2).f_code.co_name == "answered"  # the caller is behind `errors.hinted`
+    warnings.warn(f"{name} is deprecated since {since}; use {instead}", FutureWarning, stacklevel=3 + hinted)

@@ -1,4 +1,4 @@
-"""Exceptions of workbench, and the form of their messages.
+"""Exceptions of workbench, the form of their messages, and what to type in place of a name that a person tried.
 
 The tree (each error is also the builtin exception in brackets, and can be pickled)::
 
@@ -27,10 +27,15 @@ The tree (each error is also the builtin exception in brackets, and can be pickl
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class WorkbenchError(Exception):
@@ -207,3 +212,117 @@ def describe(value: Any, limit: int = 80) -> str:
     except Exception as cause:  # noqa: BLE001 - of a user's class, or nested too deep: the message is about something else
         text = f"<{type(value).__name__} whose repr raises {type(cause).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+# --- names that people try: of other libraries, or of another call here -------------------------
+
+_WORDS: Mapping[str, str] = {
+    "lr": "learning_rate actor_lr",
+    "dtype": "torch_dtype precision mixed_precision",
+    "dtype='bfloat16'": "bf16",
+    "dtype='float16'": "fp16",
+    "base_dtype": "base",
+    "base_dtype='nf4' with lora_rank": "load_in_4bit quantization_config",
+    "base_dtype='int8' with lora_rank": "load_in_8bit",
+    "device": "device_map",
+    "grad_clip": "max_grad_norm",
+    "lora_rank": "r lora_r peft_config",
+    "schedule": "lr_scheduler_type",
+    "kl_coef": "beta init_kl_coef kl_loss_coef",
+    "kl_type": "kl_kind kl_loss_type kl_penalty",
+    "clip_ratio_high": "clip_high epsilon_high",
+    "clip_ratio_low and clip_ratio_high": "clip_ratio cliprange epsilon",
+    "clip_ratio_c": "delta",
+    "mask_truncated": "mask_truncated_completions overlong_filtering",
+    "entropy_target (with entropy_coeff, where it begins)": "use_adaptive_entropy adaptive_entropy_coeff",
+    "loss_mode (the loss) or loss_agg_mode (its mean)": "loss_type",
+    "max_tokens": "max_completion_length max_new_tokens max_response_length response_length max_length",
+    "max_prompt_length": "max_length",
+    "temperature (0 is greedy)": "do_sample temp",
+    "val_samples": "num_return_sequences",
+    "group_size": "n n_samples_per_prompt num_generations num_return_sequences num_samples",
+    "samples": "n num_samples num_generations num_return_sequences",
+    "norm_adv_by_std": "norm_adv_by_std_in_grpo scale_rewards",
+    "ppo_epochs": "num_iterations",
+    "reference": "ref_model",
+    "ref_sync_steps": "ref_model_sync_steps sync_ref_model",
+    "ref_sync_steps (with ref_mixup_alpha, 1 − the decay)": "ema_decay ref_ema reference_ema",
+    "teacher_sync_steps (with teacher_update_rate, 1 − the decay)": "ema_decay teacher_ema teacher_model_kind",
+    "reward": "reward_fn reward_func reward_funcs reward_function compute_score",
+    "critic": "value_model",
+    "batch_size": "train_batch_size per_device_train_batch_size rollout_batch_size bs",
+    "epochs": "num_train_epochs num_epochs total_epochs num_episodes",
+    "eval_rows": "eval_dataset val_dataset val_rows test_rows val_files",
+    "keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep",
+    "observers": "callbacks",
+    "patience": "early_stopping_patience",
+    "resume": "resume_from_checkpoint resume_mode",
+    "run": "output_dir run_name logging_dir default_local_dir save_dir run_folder",
+    "save_best": "metric_for_best_model load_best_model_at_end",
+    "save_freq": "save_steps save_interval",
+    "steps": "max_steps num_steps total_steps total_training_steps",
+    "test_freq": "eval_steps eval_freq eval_interval",
+    "trackers": "logger loggers report_to",
+    "size": "batch_size bs n num number",
+    "limit": "n num number k nrows max_samples",
+    "rows": "n num number k limit head top train_dataset dataset train_files",
+    "order": "sort sort_by by order_by",
+    "until": "to stage phase",
+    "to": "until stage phase",
+    "system": "system_prompt system_message",
+}
+"""Setting here, with a note → its words elsewhere."""
+_PLACES: Mapping[str, str] = {
+    "engine: engines.local(path, {}=…)": "lr dtype device base_dtype grad_clip lora_rank optimizer schedule weight_decay gradient_checkpointing",
+    "recipe: recipes.grpo(engine, {}=…)": "reward group_size max_tokens temperature top_p kl_coef kl_type kl_in_reward clip_ratio_low "
+    "clip_ratio_high clip_ratio_c loss_mode loss_agg_mode entropy_coeff ppo_epochs norm_adv_by_std mask_truncated reference "
+    "ref_sync_steps ref_mixup_alpha sampling loss_scale_factor ppo_mini_batch_size agent teacher",
+    "training: train(pipe, rows, {}=…)": "batch_size steps epochs eval_rows save_freq test_freq trackers resume run experiment project",
+    "training: train(pipe, {})": "rows",
+    "chat: chat(model, {}=…)": "system",
+}
+"""What a setting belongs to, and the call that takes it → settings."""
+
+
+def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `SettingError` for the first of `names` that is not a setting of `what`.
+
+    The message has what is typed here for another library's name, or the call that has the setting, else the nearest
+    known name.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known and (ours := _meant(name, known)) is not None:
+            raise SettingError(f"{what} has no setting {name!r}", do=f"in workbench it is {ours}")
+        check_name(f"setting of {what}", name, known)
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """Return the setting among `known` that `name` stands for, else the setting of another call, with the call; None
+    where neither is in the tables.
+    """
+    ours = {text.split(" ")[0].split("=")[0]: text for text, words in _WORDS.items() if name in words.split()}
+    others = (
+        f"{one} of the {place.format(one)}"
+        for one in (name, *ours)
+        for place, names in _PLACES.items()
+        if one in names.split()
+    )
+    return next((text for one, text in ours.items() if one in known), next(others, None))
+
+
+def hinted(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: a keyword argument that the function does not have raises `SettingError` with what to type in its place."""
+    refused = f"{function.__qualname__}() got an unexpected keyword argument"
+
+    @functools.wraps(function)
+    def answered(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*args, **named)
+        except TypeError as error:
+            if not str(error).startswith(refused):
+                raise
+        refuse_unknown(function.__name__, named, inspect.signature(function).parameters)
+        raise AssertionError(refused)
+
+    return answered

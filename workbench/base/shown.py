@@ -12,6 +12,7 @@ password, and secrets of their query.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from workbench.base.errors import PackageMissing, SettingError, first_line, message
+from workbench.base.errors import PackageMissing, SettingError, first_line, hinted, message
 
 log = logging.getLogger("workbench")
 
@@ -71,11 +72,19 @@ def _rendered(thing: Any, form: str) -> str | None:
 
 
 class Hinting:
-    """Base of classes that answer a name which people try, and which they do not have, with what to type in its place."""
+    """Base of classes that answer a name which people try, and which they do not have, with what to type in its place:
+    the name of an attribute by `elsewhere`, that of a keyword argument of a method by `hinted`."""
 
     __slots__ = ()
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Name → what to type in its place."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            own = inspect.isfunction(method) and cls.__module__.startswith("workbench.")
+            if own and not (name.startswith("_") or inspect.iscoroutinefunction(method)):
+                setattr(cls, name, hinted(method))
 
     if not TYPE_CHECKING:  # to a type checker a class with this method has every attribute
 

@@ -106,6 +106,9 @@ class Rows(Shown):
         "shuffle": "take batches in an order by seed: rows.batch(8, step=1, seed=0)",
         "map": "make rows of the changed ones: wb.rows([change(row) for row in rows])",
         "sample": "take a batch: rows.batch(8, seed=0)",
+        "samples": "show rows: rows.head(8); show a step's samples: wb.views.samples(stepper)",
+        "take": "slice them: rows[:8]",
+        "train_test_split": "split them: train, held_out = rows.split(0.1)",
     }
 
     def __init__(self, rows: Any, *, max_prompt_length: int | None = None, source: str = "") -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from workbench.base import runtime
+from workbench.base.errors import SettingError
 from workbench.base.progress import working
 from workbench.engines.protocol import Completion, Request, Sampler, SamplingSettings, switches_of
 
@@ -47,6 +48,11 @@ async def completed(
 
 class Generates:
     """Base of samplers that answer a question with text."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise `SettingError`: an engine is not a function."""
+        do = "ask the model: engine.generate(text); for its tokenizer: engine.tokenizer; to train it: wb.recipes.grpo(engine)"
+        raise SettingError("an engine cannot be called", do=do)
 
     def generate(
         self: Any,

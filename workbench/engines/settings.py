@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -31,18 +30,6 @@ _OURS = {
 class LocalSettings(Settings):
     """Settings of a local engine: optimizer and schedule, memory, device and LoRA."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        "base": "base_dtype",
-        "bf16": "dtype='bfloat16'",
-        "fp16": "dtype='float16'",
-        "learning_rate": "lr",
-        "load_in_4bit": "base_dtype='nf4' with lora_rank",
-        "load_in_8bit": "base_dtype='int8' with lora_rank",
-        "lora_r": "lora_rank",
-        "max_grad_norm": "grad_clip",
-        "optim": "optimizer",
-        "torch_dtype": "dtype",
-    }
     lr: float = 1e-6
     """AdamW learning rate."""
     betas: tuple[float, ...] = (0.9, 0.999)

@@ -10,13 +10,12 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from workbench import recipes
-from workbench.base.config import refuse_unknown, shows_settings
-from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
+from workbench.base.config import shows_settings
+from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message, refuse_unknown
 from workbench.base.files import write_bytes, write_text
 from workbench.base.progress import hidden, seldom, shown_by, working
 from workbench.base.runtime import Control, on_signals
@@ -37,31 +36,6 @@ log = logging.getLogger("workbench")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OTHERS: Mapping[str, tuple[str, ...]] = {
-    "batch_size": ("train_batch_size", "per_device_train_batch_size", "rollout_batch_size"),
-    "epochs": ("num_train_epochs", "num_epochs", "total_epochs", "num_episodes"),
-    "eval_rows": ("eval_dataset", "val_dataset", "val_rows", "test_rows", "val_files"),
-    "experiment": ("run_name", "experiment_name"),
-    "keep_checkpoints": ("save_total_limit", "max_actor_ckpt_to_keep"),
-    "observers": ("callbacks",),
-    "patience": ("early_stopping_patience",),
-    "project": ("project_name",),
-    "resume": ("resume_from_checkpoint", "resume_mode"),
-    "rows, the second argument": ("train_dataset", "dataset", "train_files"),
-    "run": ("output_dir", "logging_dir", "default_local_dir", "save_dir", "run_folder"),
-    "save_best": ("metric_for_best_model", "load_best_model_at_end"),
-    "save_freq": ("save_steps", "save_interval"),
-    "steps": ("max_steps", "num_steps", "total_steps", "total_training_steps"),
-    "test_freq": ("eval_steps", "eval_freq", "eval_interval"),
-    "trackers": ("logger", "loggers", "report_to"),
-    "val_samples": ("num_return_sequences",),
-}
-ELSEWHERE = (
-    {name: f"{name} of the recipe: recipes.grpo(engine, {name}=…)" for name in recipes.DEFAULTS}
-    | {theirs: ours if "engine" in ours else f"{ours} of the recipe" for theirs, ours in recipes.ELSEWHERE.items()}
-    | {theirs: ours for ours, names in _OTHERS.items() for theirs in names}
-)
-"""Names of TRL, verl and OpenRLHF, and of settings that belong to a recipe or an engine → where they are here."""
 
 
 class RunStopped(RunError):
@@ -144,7 +118,7 @@ def _takes_settings(
     ) -> Callable[Concatenate[Pipeline, Rows, P], T]:
         @functools.wraps(function)
         def takes(pipeline: Pipeline, rows: Rows, *_: P.args, **settings: P.kwargs) -> T:
-            refuse_unknown(function.__name__, settings, TrainSettings.field_names(), ELSEWHERE)
+            refuse_unknown(function.__name__, settings, TrainSettings.field_names())
             if not isinstance(rows, Rows):
                 raise DataError("argument rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
             return function(pipeline, rows, TrainSettings.from_parameters(settings))

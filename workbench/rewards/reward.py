@@ -25,6 +25,7 @@ from workbench.base.errors import DataError, RewardError, check_name, describe, 
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
 from workbench.datasets.records import has_user, truth_of
+from workbench.engines.generating import Generates
 from workbench.rewards.base import (
     BaseReward,
     Signature,
@@ -387,7 +388,7 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
             do = f"call it: {function.__name__}(…)"
             raise DataError(f"{function.__name__} makes a reward", expected="a reward", found="the function", do=do)
         return as_reward(function(**options))
-    if not callable(function):
+    if not callable(function) or isinstance(function, Generates):
         several = isinstance(function, list | tuple)
         advice = 'combine them: wb.rewards.Rubric({"right": f, "short": g})' if several else None
         raise DataError("the reward", expected="a function, a file or a reward", found=describe(function), do=advice)

@@ -286,9 +286,8 @@ def _as_stage(what: str, stage: Any) -> Stage:
         do = f"construct it: {stage.__name__}(…)"
     elif isinstance(stage, Stage):
         return stage
-    elif callable(stage):
-        name = getattr(stage, "__name__", "my_stage")
-        do = f"put this line above `def {name}`: @wb.stage(reads=(…,), writes=(…,))"
+    elif inspect.isfunction(stage):
+        do = f"put this line above `def {stage.__name__}`: @wb.stage(reads=(…,), writes=(…,))"
     raise PipelineError(what, expected="a stage object", found=describe(stage), do=do)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import PipelineError, check_name, describe
+from workbench.base.errors import PipelineError, describe, refuse_unknown
 from workbench.base.memory import is_large, release
 from workbench.base.progress import present, working
 from workbench.base.shown import Shown
@@ -96,8 +96,7 @@ def what_if(
         batch = perform(LogProb(update.learners()[0], temperature=update.temperature), batch).batch
     of_terms = {name: value for name, value in changes.items() if "." in name}
     own = {name: value for name, value in changes.items() if name not in of_terms and name != "mask_truncated"}
-    for name in own:
-        check_name("setting of the policy loss", name, loss.field_names(), PipelineError)
+    refuse_unknown("what_if", own, loss.field_names())
     changed_update = update.with_settings(**of_terms, loss=loss.replace(**own))
     other, named = batch, {key: str(value) for key, value in changes.items()}
     if changes.get("mask_truncated"):

@@ -313,6 +313,10 @@ class LocalEngine(ModelEngine, Pushing, Generates, Hinting):
     streams = True
     elsewhere: ClassVar = {
         "save_pretrained": "call engine.save(path)",
+        "push_to_hub": "publish a run's model: run.publish(name)",
+        "to": "choose the device when it is opened: wb.engines.local(path, device=…)",
+        "train": "train it: run = await wb.train(wb.recipes.grpo(engine), rows, steps=…)",
+        "eval": "score its answers: wb.evaluate(engine, rows, reward)",
         "chat": "talk to it: wb.chat(engine); ask it once: engine.generate(text)",
     }
     _files = StateFiles(())
