@@ -388,6 +388,26 @@ def test_an_interrupt_stops_a_wave_between_two_steps(folder: Path, monkeypatch: 
     assert engine.sample_many(mixed(4)) == local(folder, decode="lean").sample_many(mixed(4))
 
 
+@pytest.mark.slow
+def test_an_interrupt_stops_a_wave_whose_prompts_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, layers = local(folder, self_check=False, decode="lean"), list[int]()
+    attend = caches.SharedPrefix.attend
+
+    def stopped(self: Any, layer: Any) -> torch.Tensor:
+        layers.append(layer.index)
+        runtime.interrupt()
+        return attend(self, layer)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(caches.SharedPrefix, "attend", stopped)
+        try:
+            engine.sample_many(mixed(4))
+        finally:
+            runtime.clear()
+    assert layers == [0], "no further layer"
+    assert engine.sample_many(mixed(4)) == local(folder, decode="lean").sample_many(mixed(4))
+
+
 # --- half precision -----------------------------------------------------------------------------
 
 

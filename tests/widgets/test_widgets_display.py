@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +73,17 @@ def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: p
         with shown_by(hidden), working("rollout") as work:
             work.expect(16)
             await asyncio.sleep(1.8)
-            assert "step 1/9" in repr(shown[0][-1]) and "rollout · 0 of 16 rows · 1 s" in shown[0][-1]._repr_html_()
+            assert "step 1/9" in repr(shown[0][-1])
+            assert re.search("rollout · 0 of 16 rows · [12] s", shown[0][-1]._repr_html_())
         assert await gate
+        control.stop()
+        await asyncio.sleep(0.4)
+        assert repr(shown[0][-1]).endswith("stops when this step ends")
+        control.interrupted, control.stopping = True, False
+        await asyncio.sleep(0.4)
+        control.stopping = True
+        await asyncio.sleep(0.4)
+        assert repr(shown[0][-1]).endswith("dropped if it cannot end, the steps before it are kept")
         watching.cancel()
 
     asyncio.run(watched())

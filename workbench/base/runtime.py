@@ -143,6 +143,11 @@ def clear() -> None:
     _stop.clear()
 
 
+def stopping() -> bool:
+    """Return whether the interrupt flag is set."""
+    return _stop.is_set()
+
+
 @contextmanager
 def interrupting() -> Iterator[None]:
     """Context manager: sets the interrupt flag, and clears it at the end."""

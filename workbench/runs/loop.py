@@ -654,16 +654,15 @@ class TrainingLoop:
         40, go on with resume='auto'`.
         """
         note = self._end_draw(self._done())
-        if self._last is None:
-            return note
         try:
             self._save_trace("the run ended here")
-            step = self._save()
+            step = self._save() if self._last is not None else None
         except Exception as error:  # noqa: BLE001 - a full disk, say
             return f"; it could not be kept: {first_line(error)}"
         steps = checkpoint.steps(self._folder.checkpoints)
         if step is None and not steps:
-            return f"; no checkpoint yet{note}"
+            begins = ", the same call begins again" if not self._done() else ""
+            return f"; no checkpoint yet{begins}{note}"
         return f"; checkpoint {steps[-1]}, go on with resume='auto'{note}"
 
     def _end_draw(self, last: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench.base import progress
+from workbench.base import progress, runtime
 from workbench.base.distribution import optional
 from workbench.base.errors import PackageMissing, first_line
 from workbench.base.runtime import Control
@@ -78,7 +78,8 @@ def working_cell() -> progress.Show | None:
     log = progress.seldom(append_line)
 
     def show(line: str, share: float, over: bool) -> None:
-        handle.update(Block(small(line) if over else bar(share, f"{line} · ■ stops it")))
+        stops = "stopping at the next safe place" if runtime.stopping() else "■ stops it"
+        handle.update(Block(small(line) if over else bar(share, f"{line} · {stops}")))
         log(line, share, over)
 
     return show
@@ -109,7 +110,8 @@ class LiveDisplay:
         self.line = f"goes on after step {done}/{steps}" if done else "waiting for the first step"
         self.share = done / max(steps, 1)
         self._shown = self._drawn = 0.0
-        self._said = (False, False)
+        self._said = (False, False, False)
+        self._over = False
         self._watch = Watch(self.rows)
         self.open()
 
@@ -138,13 +140,13 @@ class LiveDisplay:
         return CURVES_EVERY
 
     async def watch(self) -> None:
-        """Show, beside the training loop and until cancelled, that the loop is paused or that a long step is still
-        running.
+        """Show, beside the training loop and until its end, that the loop is paused or stops, or that a long step is
+        still running.
         """
-        while True:
-            await asyncio.sleep(0.5)
+        while not self._over:
+            await asyncio.sleep(0.25)
             now = time.monotonic()
-            wishes = (self.control.paused, self.control.holding)
+            wishes = (self.control.paused, self.control.holding, self.control.stopping)
             if self._said != wishes or now - self._shown >= self.heartbeat:
                 if self._said != wishes:  # who pauses wants to see all that there is
                     self._draw(now)
@@ -153,7 +155,7 @@ class LiveDisplay:
 
     def close(self, stopped: str | None = None) -> None:
         """Show the final state, with the reason `stopped` if the run was stopped."""
-        self._said = (False, False)
+        self._said, self._over = (False, False, False), True
         if stopped is not None:
             self.line = f"{self.line.partition('  eta ')[0]}  ·  {stopped}"
         now = time.monotonic()
@@ -163,10 +165,13 @@ class LiveDisplay:
     # --- what goes out --------------------------------------------------------------------------
 
     def status(self) -> str:
-        """Return the progress line, with a note if the run is paused, or else what runs now for longer than a second."""
-        paused, holding = self._said
-        note = ("paused" if holding else "pauses when this step ends") if paused else progress.now()
-        return f"{self.line}  ·  {note}" if note else self.line
+        """Return the progress line, a note if the run is paused or stops, and what runs now for longer than a second."""
+        paused, holding, stopping = self._said
+        note = ("paused" if holding else "pauses when this step ends") if paused else ""
+        if stopping:
+            dropped = "stops within seconds: this step is dropped if it cannot end, the steps before it are kept"
+            note = dropped if self.control.interrupted else "stops when this step ends"
+        return "  ·  ".join(filter(None, (self.line, note, "" if holding else progress.now())))
 
     @property
     def marks(self) -> list[Symptom]:
@@ -251,7 +256,7 @@ class TrainingPanel(LiveDisplay):
     with the curves as a picture; when training ends, or the kernel does, only the static form is seen.
     """
 
-    heartbeat = LIVE_EVERY
+    heartbeat = BLOCK_EVERY
 
     def open(self) -> None:
         """Make the buttons, the progress bar and the curves, and display them in the cell."""
@@ -260,7 +265,6 @@ class TrainingPanel(LiveDisplay):
         with optional("widgets", "the buttons of a training"):
             import ipywidgets
 
-        self._over = False
         self._refreshed = time.monotonic()
         self._pause = ipywidgets.Button(description="pause", tooltip="pause after the present step", icon="pause")
         self._stop = ipywidgets.Button(description="stop", tooltip="end after the present step, save a checkpoint")
@@ -310,7 +314,6 @@ class TrainingPanel(LiveDisplay):
     def close(self, stopped: str | None = None) -> None:
         """Show the final state, as the static form without buttons."""
         super().close(stopped)
-        self._over = True
         self._pause.layout.display = self._stop.layout.display = "none"  # a page that was reloaded keeps the panel
         self._seen.update(PanelOutput(""))
         self._handle.update(self)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.dataproto.core import sent
 from workbench.engines.local_engine.forward import (
@@ -287,7 +288,8 @@ class SharedPrefix:
 
     def attend(self, layer: LayerCall) -> Tensor:
         """Compute the layer's attention [b, H, q, D']: of whole prompts while they are prefilled, else of one new token
-        in each seat."""
+        in each seat. An interrupt stops it: the prompts of a wave may take seconds."""
+        runtime.check()
         kind = layer.value.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.value.dtype
         key, value = layer.key.to(dtype), layer.value.to(dtype)
