@@ -19,6 +19,7 @@ import torch
 from workbench.base.config import Settings, require
 from workbench.base.errors import SettingError, unknown
 from workbench.base.memory import gib
+from workbench.base.progress import working
 from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
 from workbench.engines.fsdp_engine.meshes import ranks_of
@@ -287,6 +288,7 @@ def _adapters(settings: Any, alone: bool, halves: bool) -> Iterator[Saving]:
         yield f"adapter on a base in {name}", {**lora, "base_dtype": name}, "a rounded base"
 
 
+@working("fits")
 def fits(
     model: str | Path | Mapping[str, Any],
     *,

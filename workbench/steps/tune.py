@@ -20,6 +20,7 @@ from workbench.base import memory
 from workbench.base.config import require
 from workbench.base.errors import OutOfMemory, first_line
 from workbench.base.memory import gib
+from workbench.base.progress import working
 from workbench.base.shown import Shown
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.products import product
@@ -88,6 +89,7 @@ class Tuning(Shown):
     """Role → settings that take less time or memory; {} where none does."""
 
 
+@working("tune")
 def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float = 120.0) -> Tuning:
     """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
 
