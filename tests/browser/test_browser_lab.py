@@ -275,3 +275,32 @@ def test_every_view_is_live_when_the_kernel_is_idle_and_none_says_that_it_is_gon
         for burner in burners:
             burner.kill()
             burner.wait()
+
+
+MIDDLE = (
+    """import time
+import workbench as wb
+def slow(response):
+    time.sleep(0.5)
+    return 1.0
+rows = wb.rows("../data/arith/train.parquet", max_prompt_length=256)
+pipe = wb.recipes.grpo(wb.engines.local("../data/tiny-arith"), slow, group_size=8, max_tokens=8)
+s = wb.Stepper(pipe, rows.batch(16)).run(until="rollout")
+s""",
+    "s.next()",
+)
+
+
+def test_a_restart_in_the_middle_of_a_step_is_said_where_it_ran(lab: str) -> None:
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [v4.new_code_cell(source) for source in MIDDLE]
+    put(lab, "middle.ipynb", v4.new_notebook(cells=cells, metadata=kernel))
+    with page_running_all(lab, "middle.ipynb") as page:
+        first, second = page.locator(".jp-CodeCell").all()[:2]
+        until(page, lambda: re.search("reward · .* of 128 rows .* · ■ stops it", second.inner_text()))
+        restart(page)
+        until(page, lambda: "the kernel was restarted: run this cell again" in first.inner_text())
+        until(page, lambda: "broken off: the kernel was restarted; run the cells above" in second.inner_text())
+        assert "stops it" not in second.inner_text() and " left" not in second.inner_text()
+        assert "▶ reward" in first.inner_text(), "what was done before is still seen"
+        shot(page, "restarted_in_a_step")

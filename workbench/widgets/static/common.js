@@ -21,6 +21,16 @@ function fromViews(node, html) {
   folds().forEach((fold) => { fold.open = open.has(name(fold)) || (fold.open && !shut.has(name(fold))); });
 }
 
+// A line of work that the end of the kernel broke off says so, in the output of each cell of the page.
+function breakOff() {
+  const words = /( · about [^·]* left)? · (■ stops it|stopping at the next safe place)$/;
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const text = walk.currentNode;
+    if (words.test(text.data)) text.data = text.data.replace(words, " · broken off: the kernel was restarted; run the cells above and this one again");
+  }
+}
+
 // Questions to the kernel, each answered once. While one waits it is sent again, the rarer the longer it waits: a question or an answer
 // that is lost on the way costs seconds. All copies have one id, and the kernel acts on an id once. The wait ends with the kernel alone:
 // its connection ends (restarted), nothing can be sent any more (killed), or there is none (a saved notebook).
@@ -78,7 +88,7 @@ function talker(model, problem, below) {
       found.done(message);
     }
   };
-  model.on("comm_live_update", () => lose(restarted));
+  model.on("comm_live_update", () => { lose(restarted); breakOff(); });
   model.on("msg:custom", listen);
   return {
     ask: (question) => new Promise((done, fail) => {
