@@ -12,7 +12,7 @@ from workbench.widgets import layer
 from workbench.widgets.layer import ClusterTable
 
 FIRST = """import itertools, pathlib, threading, time
-from workbench.cluster.status import Status, WorkerLine
+from workbench.cluster.status import ClusterStatus, WorkerLine
 from workbench.base.errors import EngineError
 numbers = itertools.count(1)
 is_closed = False
@@ -20,7 +20,7 @@ def look():
     if is_closed:
         raise EngineError("closed")
     line = WorkerLine("actor", 0, 7, "host", "", "", 1 << 30, f"call number {next(numbers)}", 0, None, 1.0)
-    return Status("<b>here</b>", (), (), (line,), (), (), time.time(), look)"""
+    return ClusterStatus("<b>here</b>", (), (), (line,), (), (), time.time(), look)"""
 BUSY = "while not pathlib.Path('enough.ipynb').exists(): time.sleep(0.1)"
 END = """is_closed = True
 end = time.monotonic() + 300
