@@ -78,14 +78,14 @@ def turn_by_turn(lab: str, page: Any, name: str) -> None:
     face.locator("select").select_option("turn 0, assistant")
     assert text.input_value(), "the turn's own words"
     text.fill(said)
-    face.get_by_role("button", name="say").click()
+    face.get_by_role("button", name="replace turn 0").click()
     until(page, lambda: "g.replace(0, " in face.inner_text() and "next: the tool, calculator(" in face.inner_text())
     face.get_by_role("button", name="next").click()
     until(page, lambda: "1 · tool" in face.inner_text() and "42" in face.inner_text())
     face.locator("select").select_option("turn 1, tool")
     assert text.input_value() == "42"
     text.fill("<b>43</b>")
-    face.get_by_role("button", name="say").click()
+    face.get_by_role("button", name="replace turn 1").click()
     until(page, lambda: "turns 0, 1 written by hand" in face.inner_text() and "<b>43</b>" in face.inner_text())
     shot(page, "driven_episode")
     face.get_by_role("button", name="run").click()

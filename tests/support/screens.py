@@ -201,18 +201,20 @@ def trained(folder: Path) -> Path:
 
 
 def episode(model: str) -> Any:
-    """An episode of a tool agent after its first turn."""
-    from workbench.agents import ToolAgent, function_tool
-
-    def calculator(expression: str) -> str:
-        """The value of a sum."""
-        return expression
+    """An episode of notebook 106's agent: two calls of its calculator, and the answer."""
+    from workbench.agents import ToolAgent
+    from workbench.agents.tools import load_tools
 
     engine = wb.engines.local(model, lr=2e-4)
     rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
-    agent = ToolAgent([function_tool(calculator)], parser="hermes", max_assistant_turns=3)
-    pipe = wb.recipes.grpo(engine, agent=agent, group_size=2, max_tokens=60)
-    return wb.Stepper(pipe, rows.batch(1)).episode(0).next()
+    agent = ToolAgent(list(load_tools("data/arith-tools/tools.yaml").values()), parser="hermes", max_assistant_turns=4)
+    pipe = wb.recipes.grpo(engine, agent=agent, group_size=2, max_tokens=200)
+    found = wb.Stepper(pipe, rows.batch(1)).episode(0)
+    for place, expression in ((0, "5 + 4"), (2, "9 - 5")):
+        called = (found.back(to=place).next(attempt) for attempt in range(40))
+        next(one for one in called if one.asked and expression in one.asked[0].arguments)
+        found.next()
+    return found.run()
 
 
 def chatted() -> Any:

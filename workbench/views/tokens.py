@@ -387,25 +387,23 @@ def _pair_page(
 _APART = "display:inline-block;vertical-align:top;max-width:100%;border:1px solid rgba(128,128,128,.6);border-radius:3px;padding:0 2px"
 
 
-def headline(label: str, row: TokenRow, *facts: str) -> doc.Part:
-    """Show a row's name and verdict in a line, its reward on its colour, then facts in a paler one."""
-    first, *further = judged(row) or [""]
+def headline(label: str, row: TokenRow, *facts: str, more: Sequence[doc.Part] = ()) -> doc.Part:
+    """Show a row's name and verdict in a line as chips, its reward on its colour, and `more` of them; then facts in a paler one."""
     score = object_at(row.batch, "score", row.row)
-    reward = doc.chip(first, score.value if score.scored else -1.0) if first else ()
-    return doc.line(
-        doc.bold(label), " ", reward, *(f" · {one}" for one in further), doc.faint(doc.small(" · ", " · ".join(facts)))
-    )
+    sign = 0.0 if score is None else score.value if score.scored else -1.0
+    chips = [doc.chip(one, 0.0 if place else sign) for place, one in enumerate(judged(row))]
+    each = [part for one in (*chips, *more) for part in (one, " ")]
+    return doc.line(doc.bold(label), " ", *each, doc.faint(doc.small(" · ".join(facts))))
 
 
 def judged(row: TokenRow) -> list[str]:
-    """Return what a row was scored as, in words: its reward, the answer that was read and the ground truth; [] before it is
-    scored.
+    """Return what a row was scored as, in words: its reward, the answer that was read and the ground truth; before it is
+    scored the truth alone.
     """
     score, model = (object_at(row.batch, name, row.row) for name in ("score", "reward_model"))
-    if score is None:
-        return []
-    facts = [f"reward {doc.number(score.value)}" if score.scored else score.status.value.replace("_", " ")]
-    texts = {"answer": score.answer, "truth": (model or {}).get("ground_truth")}
+    facts = [score.status.value.replace("_", " ")] if score is not None else []
+    facts = [f"reward {doc.number(score.value)}"] if score is not None and score.scored else facts
+    texts = {"answer": score and score.answer, "truth": (model or {}).get("ground_truth")}
     return facts + [f"{name} {doc.one_line(text, 40)}" for name, text in texts.items() if text is not None]
 
 
@@ -414,11 +412,13 @@ def legend(quantity: Quantity, span: tuple[float, float], rows: Sequence[TokenRo
     tokens of the rows have.
     """
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
-    swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
-    ends = f" \u00a0 {doc.number(span[0])} ", swatch, f" {doc.number(span[1])} \u00a0 "
+    swatch = doc.Span(
+        "", f"display:inline-block;vertical-align:-1px;width:140px;height:11px;border-radius:3px;background:{colours}"
+    )
+    ends = f"{doc.number(span[0])} ", swatch, f" {doc.number(span[1])}"
+    scale = " \u00a0 ", doc.Span(ends, "white-space:nowrap"), " \u00a0 "
     there = {_mark(row, place) for row in rows for place in range(row.length)}
     marks = doc.small(" · ".join(words for style, words in _MARKS.items() if style in there))
-    scale = doc.Span(ends, "white-space:nowrap")
     return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
 
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 TURN_CAP = 1000
 """Most tokens of one turn in a static form."""
-_EDGES = {"assistant": "rgb(56,139,253)"}
-_OTHER, _GROUND = "rgba(128,128,128,0.5)", "background:rgba(128,128,128,0.06)"
+_OWN, _OTHER = "rgb(56,139,253)", "rgba(128,128,128,.5)"
+_TURN = "max-width:90ch;box-sizing:border-box;padding:4px 10px 6px;margin:8px 0;border-left:3px solid"
+_ASIDE = "float:right;margin-left:16px"
 
 
 class TranscriptView(doc.View):
@@ -47,6 +48,8 @@ class TranscriptView(doc.View):
         """Whether texts are drawn as Markdown and code, and formulas as MathML; else turns are coloured tokens."""
         self.label = row_name(row.batch, row.row)
         """The row's number, and for an episode of several rows the number of the sequence."""
+        self.ended = str(object_at(row.batch, "finish_reason", row.row) or "")
+        """Why the episode ended; "" where that is not known, and while it goes on."""
         self._row = row
 
     @property
@@ -92,7 +95,8 @@ class TranscriptView(doc.View):
         row, places = self._row, range(len(self.turns))
         lines = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
-        page = headline(self.label, row, *self._counts()), [self._message(one) for one in self.prompt], read
+        end = [doc.chip(f"over: {self.ended}", -(self.ended != "stop"))] if self.ended else []
+        page = headline(self.label, row, *self._counts(), more=end), [self._message(one) for one in self.prompt], read
         text = [f"{self.label}: {self.head()}", lines, *map(self._turn_lines, places)]
         return doc.Either(text, [page, self._pages])
 
@@ -104,8 +108,8 @@ class TranscriptView(doc.View):
         text, role = text_of(message["content"]), str(message["role"])
         if role == "system":
             title = f"system · {_size(text)}: {doc.one_line(' '.join(text.split()), 60)}"
-            return _block(_OTHER, "", doc.Fold(title, self._text(text)))
-        return _block(_EDGES.get(role, _OTHER), (doc.bold(role), doc.faint(" · prompt")), self._text(text))
+            return _block(role, "", doc.faint(doc.Fold(title, self._text(text))))
+        return _block(role, (_aside("prompt"), doc.bold(role)), self._text(text))
 
     def _pages(self) -> list[doc.Part]:
         """Show the turns; what a tool answered stands in the turn that called it."""
@@ -145,7 +149,7 @@ class TranscriptView(doc.View):
         if not turn.calls and inside.stop - words.stop == 1:  # the token that ends the turn
             words = range(words.start, inside.stop)
         others = [one for one in inside if one not in thought and one not in words]
-        title = doc.Span((f"{place} · ", doc.bold(turn.role), doc.faint(doc.small(f" · {_facts(turn, self._row)}"))))
+        title = _aside(_facts(turn, self._row)), f"{place} · ", doc.bold(turn.role)
         score = doc.chip(f"reward {turn.score:g}", turn.score) if turn.score is not None else ()
         for name, places in (
             ("tool calls as sampled, template tokens" if turn.calls else "template tokens", others),
@@ -153,13 +157,17 @@ class TranscriptView(doc.View):
         ):
             folds += [doc.Fold(f"{name}: {doc.counted(len(places), 'token')}", self._tokens(places))] if places else []
         body: list[doc.Part] = [
-            doc.Fold(f"reasoning: {doc.counted(len(thought), 'token')}", self._tokens(thought)) if thought else (),
+            doc.Fold(
+                f"reasoning: {doc.counted(len(thought), 'token')}", doc.Span(self._tokens(thought), "font-style:italic")
+            )
+            if thought
+            else (),
             self._words(turn, words),
             [_call(call) for call in turn.calls],
             [doc.line(doc.faint(note)) for one in (place, *answers) for note in self._notes(one)],
             doc.Span([doc.small(one) for one in folds], _FOLDS, "div") if folds else (),
         ]
-        return _block(_EDGES.get(turn.role, _OTHER), (title, " ", score), body)
+        return _block(turn.role, (title, " ", score), body)
 
     def _words(self, turn: Turn, places: range) -> doc.Part:
         """Show a turn's own words: its tokens, or with `rendered` their text; the whole text of a turn that has no tokens."""
@@ -229,12 +237,13 @@ def episode(stepper: EpisodeStepper, rendered: bool = False, formulas: bool = Fa
     for number, one in enumerate(view.sequences, 1):
         several = f"episode {stepper.number}, sequence {number} of {len(view.sequences)}"
         one.label = several if len(view.sequences) > 1 else f"row {stepper.row}"
-    return view.document(), doc.line(doc.bold(_upcoming(stepper)))
+        one.ended = "" if stepper.next_role else one.ended
+    return view.document(), _upcoming(stepper)
 
 
-def _upcoming(stepper: EpisodeStepper) -> str:
+def _upcoming(stepper: EpisodeStepper) -> doc.Part:
     if (who := stepper.next_role) is None:
-        return f"The episode is over: {stepper.output.finish_reason}"
+        return doc.Either(f"The episode is over: {stepper.output.finish_reason}")
     if who == "tool":
         calls = (f"{one.name}({doc.one_line(one.arguments, 200)})" for one in stepper.asked)
         return f"next: the tool, {'; '.join(calls)}"
@@ -251,10 +260,10 @@ def _facts(turn: Turn, row: TokenRow) -> str:
 
 
 REASONED = "</think>"
-_LONG = 600
-"""Characters of a tool's answer from which it is folded."""
-_CALL = "border:1px solid rgba(128,128,128,.4);border-radius:4px;margin:4px 0;overflow:hidden"
-_INSIDE = "padding:3px 8px"
+_LONG, _TALL = 600, 12
+"""Characters and lines of a tool's answer beyond which it is folded."""
+_CALL = "border:1px solid rgba(128,128,128,.4);border-radius:4px;margin:6px 0;overflow:hidden"
+_INSIDE = "padding:4px 10px"
 _FOLDS = "display:flex;flex-wrap:wrap;gap:0 16px;opacity:0.75"
 
 
@@ -281,11 +290,11 @@ def _call(call: ToolCall) -> doc.Part:
     """Show a call and its result in a frame: name, arguments, how it went, and the text that the model read."""
     good = call.status == "ok"
     reward = doc.chip(f"reward {call.reward:g}", call.reward) if call.reward is not None else ()
-    end = doc.Span((doc.faint("ok") if good else doc.chip(call.status, -1.0), " ", reward), "float:right")
-    head = doc.wrapped(end, doc.bold(call.name), " ", *_arguments_of(call), style=f"{_INSIDE};{_HEAD}")
+    end = doc.Span((doc.faint("ok") if good else doc.chip(call.status, -1.0), " ", reward), _ASIDE)
+    head = doc.wrapped(end, doc.bold(call.name), "(", _arguments_of(call), ")", style=f"{_INSIDE};{_HEAD}")
     notes = [doc.line(doc.faint(one), style=_INSIDE) for one in (call.why, call.cut) if one]
     result: doc.Part = doc.block(call.result)
-    if len(call.result) > _LONG:
+    if len(call.result) > _LONG or call.result.count("\n") >= _TALL:
         result = doc.Fold(f"{doc.one_line(' '.join(call.result.split()), 80)} ({_size(call.result)})", result)
     body = doc.line(result, style=_INSIDE) if call.result else ()
     return doc.line(head, body, notes, style=_CALL + _WRONG * (not good))
@@ -302,14 +311,12 @@ def _arguments_of(call: ToolCall) -> list[doc.Part]:
         values = None
     if not isinstance(values, dict):
         return [call.arguments]
-    texts = {
-        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in values.items()
-    }
-    return [
-        (doc.faint(f"{name}: "), ("\n" if "\n" in text else "") + text, "\n" if "\n" in text else "  ")
-        for name, text in texts.items()
-    ]
+    parts = list[doc.Part]()
+    for name, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        parts += [", "] if parts else []
+        parts += [doc.faint(f"{name}: "), f"\n{text}\n" if "\n" in text else text]
+    return parts
 
 
 def _size(text: str) -> str:
@@ -318,9 +325,15 @@ def _size(text: str) -> str:
     return f"{len(text):,} characters" + (f", {lines:,} lines" if lines > 1 else "")
 
 
-def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
+def _aside(facts: str) -> doc.Part:
+    return doc.Span(doc.faint(doc.small(facts)), _ASIDE)
+
+
+def _block(role: str, title: doc.Part, body: doc.Part) -> doc.Part:
+    """Show a message in a column as wide as is read with ease; the model's own have a blue edge, the prompt's a grey ground."""
     head = doc.line(title) if title else ()
-    return doc.line(head, body, style=f"border-left:3px solid {edge};padding:3px 8px 4px;margin:6px 0;{_GROUND}")
+    look = _OWN if role == "assistant" else f"{_OTHER};background:rgba(128,128,128,.08)"
+    return doc.line(head, body, style=f"{_TURN} {look}")
 
 
 def agent_loop(loop: AgentLoopBase) -> doc.Part:
