@@ -57,8 +57,8 @@ MOVE = """const box = document.querySelector(value[0]), at = box.getBoundingClie
 SAMPLES: Controls = [
     ("sort by tokens", CLICK, "th.wb-c-tokens"),
     ("order: surprising", CHOOSE, ["order", 2]),
-    ("a bar of the histogram", CLICK, ".wb-bin"),
-    ("the same bar again", CLICK, ".wb-bin"),
+    ("a count of the headline", CLICK, ".wb-link"),
+    ("the same count again", CLICK, ".wb-link"),
     ("by prompt", CLICK, "input[type=checkbox]"),
     ("by prompt, off", CLICK, "input[type=checkbox]"),
     ("search", WRITE, ["input[type=search]", "12"]),

@@ -63,7 +63,8 @@ def test_best_answers_and_pairs_open_as_samples(run: Any) -> None:
             assert row["truth"] == batch["reward_model"][there]["ground_truth"]
         assert frame["from_run"][0] in repr(view) and frame["from_run"][0] in view._repr_html_()
         page = SamplesTable(view).answer({"kind": "rows", "order": "index", "start": 0, "count": 4})
-        assert {"prompt", "response", "reward", "from_run"} <= {*page["columns"]}
+        assert {"response", "reward", "from_run"} <= {*page["columns"]}
+        assert {prompt for prompt, *_ in page["groups"].values()} <= {*frame["prompt"]} and page["groups"]
         assert wb.views.groups(data)["samples"].sum() == len(frame)
     plain = wb.views.samples(wb.rows([{"prompt": "1 + 1", "answer": "2"}])).frame
     assert [*plain["response"]] == ["2"] and not {"reward", "from_run"} & {*plain}

@@ -109,7 +109,9 @@ def test_one_sample_in_full() -> None:
     assert facts["reward"] == "1" and facts["answer"] == "9" and facts["truth"] == "9" and facts["part format"] == "0.5"
     assert "Right: #### ⟦9⟧!" in repr(card) and "3 samples · reward mean 0.8333" in repr(card)
     html = card._repr_html_()
-    assert lint(html) == [] and ">9</span>!" in html and "the prompt&#x27;s other samples" in html
+    assert (
+        lint(html) == [] and ">9</span>!" in html and "the prompt&#x27;s samples (3" in html and "this sample" in html
+    )
     with pytest.raises(IndexError, match="rows 0 to 5"):
         view.row(6)
 

@@ -141,12 +141,12 @@ def rewarded(values: list[float], texts: list[str] | None = None) -> wb.DataProt
 def test_a_headline_says_what_the_batch_is() -> None:
     assert SampleIndex(answered(["a"])).headline == "" and SampleIndex(answered(["a"])).bins == []
     said = SampleIndex(rewarded([1.0, 0.0, 0.0, 0.0])).headline
-    assert said == "4 samples · 1 right · 1 of 2 groups have equal rewards"
+    assert said == "4 samples · 1 right · 3 wrong · 1 of 2 groups have equal rewards"
     said = SampleIndex(rewarded([0.25, 0.75, float("nan"), -1.0])).headline
     assert said == "4 samples · mean reward 0 (-1 to 0.75) · 1 infra error"
     assert SampleIndex(rewarded([float("nan")])).headline == "1 sample · none scored · 1 infra error"
     made = samples(rewarded([1.0, 0.0]))
-    assert made.text().splitlines()[0] == "2 samples · 1 right" and "<b>2 samples · 1 right</b>" in made.html()
+    assert made.text().splitlines()[0] == "2 samples · 1 right · 1 wrong" and "1 right · 1 wrong</b>" in made.html()
 
 
 def test_the_bins_count_every_scored_sample_once() -> None:
@@ -167,4 +167,4 @@ def test_two_responses_are_laid_over_each_other() -> None:
 def test_a_response_that_thinks_shows_its_conclusion() -> None:
     page = samples(rewarded([1.0], ["<think>\none two three\n</think>\nIt is 4."])).row(0).html()
     assert lint(page) == [] and "thinking, 4 words" in page
-    assert page.index("thinking, 4 words") < page.index("It is 4.") and "prompt" in page and "verdict" in page
+    assert page.index("reward 1") < page.index("prompt") < page.index("thinking, 4 words") < page.index("It is 4.")

@@ -49,9 +49,9 @@ def test_a_phase_has_a_headline() -> None:
 
 def test_a_phase_with_rewards_says_what_the_samples_table_says() -> None:
     phase = Phase(stage="mine", batch=start(), wrote=("reward",), metrics={}, settings={})
-    assert headline(phase) == wb.views.samples(start()).index.headline == "4 samples · 2 right"
+    assert headline(phase) == wb.views.samples(start()).index.headline == "4 samples · 2 right · 2 wrong"
     foreign = start().with_columns({"score": ["good", "bad", "good", "bad"]})
-    assert headline(Phase(**{**vars(phase), "batch": foreign})) == "4 samples · 2 right", (
+    assert headline(Phase(**{**vars(phase), "batch": foreign})) == "4 samples · 2 right · 2 wrong", (
         "scores of another kind are left out"
     )
 

@@ -42,7 +42,7 @@ def test_pages_follow_each_other_and_the_view_follows_the_table() -> None:
     table = SamplesTable(view)
     asked = {"kind": "rows", "low": 0.5, "high": None, "search": "", "count": 15}
     first = table.answer({**asked, "order": "index", "start": 0})
-    assert first["columns"][:3] == ["row", "group", "reward"] and table.columns == []
+    assert first["columns"][:3] == ["row", "reward", "response"] and table.columns == []
     second = table.answer({**asked, "order": "index", "start": 15})
     assert first["total"] == 20 and first["of"] == 60 and len(first["rows"]) == 15 and len(second["rows"]) == 5
     assert [row["row"] for row in (*first["rows"], *second["rows"])] == list(range(0, 60, 3))
@@ -55,10 +55,11 @@ def test_pages_follow_each_other_and_the_view_follows_the_table() -> None:
 def test_by_prompt_each_group_has_a_line() -> None:
     table = SamplesTable(wb.views.samples(judged()))
     page = table.answer({"kind": "rows", "order": "index", "by_group": True, "start": 0, "count": 8})
-    assert [row["cells"]["group"] for row in page["rows"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [row["group"] for row in page["rows"]] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert list(page["groups"]) == ["0", "1"]
-    assert page["groups"]["0"].startswith("group 0 · 4 samples · reward mean 0.5, std 0.5774")
-    assert page["groups"]["0"].endswith("question 0")
+    prompt, words, equal, dots = page["groups"]["0"]
+    assert words.startswith("4 samples · reward mean 0.5, std 0.5774") and prompt == "question 0"
+    assert equal == "" and [row for row, _ in dots] == [0, 1, 2, 3]
 
 
 def test_a_click_is_known_in_python() -> None:

@@ -53,6 +53,14 @@ class SampleIndex:
             groups["advantage_range"] = rows["advantage"].max() - rows["advantage"].min()
         return groups.round(4)
 
+    def members(self, group: int) -> pd.DataFrame:
+        """Return the rows of a group."""
+        return self.frame.iloc[self._members[group]]
+
+    @cached_property
+    def _members(self) -> dict[int, np.ndarray]:
+        return dict(self.frame.groupby("group").indices)
+
     @cached_property
     def headline(self) -> str:
         """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups have equal rewards`; "" before the
@@ -68,8 +76,11 @@ class SampleIndex:
         parts = [f"{len(frame)} {'episode' if 'sequence' in frame else 'sample'}{'s' * (len(frame) != 1)}"]
         if not len(reward):
             parts.append("none scored")
-        elif reward.isin((0.0, 1.0)).all():
-            parts.append(f"{int(reward.sum())} right")
+        elif self.binary:
+            wrong = int(
+                ((frame["reward"] == 0) & (frame.get("status", Status.SCORED.value) == Status.SCORED.value)).sum()
+            )
+            parts += [f"{int(reward.sum())} right", *([f"{wrong} wrong"] if wrong else [])]
         else:
             mean, low, high = map(doc.number, (reward.mean(), reward.min(), reward.max()))
             parts.append(f"mean reward {mean} ({low} to {high})")
@@ -93,6 +104,11 @@ class SampleIndex:
             return [(float(one), float(one), int(count)) for one, count in zip(values, counts, strict=True)]
         counts, edges = np.histogram(reward, bins=_BINS)
         return [(float(low), float(high), int(one)) for low, high, one in zip(edges, edges[1:], counts, strict=False)]
+
+    @cached_property
+    def binary(self) -> bool:
+        """Whether all rewards are 0 or 1."""
+        return all(low == high and low in (0.0, 1.0) for low, high, _ in self.bins)
 
     @cached_property
     def spans(self) -> dict[str, list[float]]:
@@ -205,6 +221,16 @@ def _tokens(row: Any) -> tuple[str, str]:
     return str(int(number)) if number is not None and number == number else "", row.get("finish") or ""
 
 
+def equal(index: SampleIndex, group: int) -> str:
+    """Say of a group with equal rewards that they are, and whether all its advantages are 0; "" for another group."""
+    numbers = index.groups.loc[group]
+    if numbers.get("scored", 0) < 2 or numbers["reward_min"] != numbers["reward_max"]:
+        return ""
+    rows = index.members(group)
+    none = "advantage" in rows and not rows["advantage"].any()
+    return "equal rewards" + ", all advantages 0" * none
+
+
 def group_line(index: SampleIndex, group: int) -> str:
     """Describe a group in one line: `8 samples · reward mean 0.25, std 0.46 · advantage range 2.7`."""
     numbers = index.groups.loc[group]
@@ -314,19 +340,14 @@ class SamplesView(doc.View):
         return doc.Either([*head, *lines, *notes], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
-        top = max(*map(abs, self.index.spans.get("reward", (0.0, 1.0))), 1e-9)  # as in the live table: of all rows
-        texts = "response" if self.by_group else "prompt → response"
-        names = self.columns
-        header = ["row", texts, "reward", "score", "advantage", "tokens"] if names is None else names
-        if names is None and "prompt" in frame:  # said once for neighbours
-            frame = frame.assign(prompt=frame["prompt"].where(frame["prompt"] != frame["prompt"].shift(), None))
-
-        def table(part: pd.DataFrame) -> doc.Part:
-            return doc.Table(header, [self._cells(row, one, top) for row, one in part.iterrows()], most=len(part))
-
-        shown = table(frame)
-        if self.by_group:
-            shown = [(self._over(group), table(part)) for group, part in frame.groupby("group", sort=False)]
+        table: Callable[[pd.DataFrame], doc.Part] = self._lines if self.columns is None else self._table
+        shown: doc.Part = table(frame) if self.columns is not None else ()
+        if self.by_group or self.columns is None:  # a prompt is said once for neighbours
+            neighbours = frame.groupby((frame["group"] != frame["group"].shift()).cumsum())
+            shown = [(self._over(int(part["group"].iloc[0])), table(part)) for _, part in neighbours]
+        if self.columns is None:
+            names = {name: doc.small(name) for name in ("row", "reward", "advantage", "tokens")}
+            shown = doc.faint(self._flexed(names, doc.small("response"), doc.small("score"))), shown
         first = f", {self.order} first" if self.order != "index" else ""
         all_, selected = len(self.index.frame), len(self.frame)
         of = f"{all_} samples" if selected == all_ else f"{selected} (of {all_})"
@@ -335,40 +356,83 @@ class SamplesView(doc.View):
         return shown, doc.small(f"{which}{len(frame)} of {of}{first}")
 
     def _over(self, group: int) -> doc.Part:
+        """Say which prompt the next samples have, and what its samples are together."""
         numbers = self.index.groups.loc[group]
-        prompt = (doc.BREAK, doc.cut(numbers["prompt"], 4 * CUT)) if "prompt" in numbers else ()
-        summary = f" · {group_line(self.index, group)}"
-        return doc.line(doc.bold(f"group {group}"), summary, prompt, style="margin-top:8px")
-
-    def _cells(self, number: Any, row: Any, top: float) -> list[doc.Part]:
-        if self.columns is not None:
-            return [_chosen(name, number, row, top) for name in self.columns]
-        prompt = row.get("prompt")
-        scored = _chosen("reward", number, row, top) if "reward" in row else ""
-        tokens, finish = _tokens(row)
-        return [
-            (f"{number}", doc.BREAK, doc.small(", ".join(_place(row)[self.by_group :]))),
-            (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
-            scored,
-            _judgement(row, object_at(self.index.batch, "score", number)),
-            doc.number(row.get("advantage"), "+") if "advantage" in row else "",
-            tokens if "finish" in self.index.same else (tokens, doc.BREAK, doc.small(finish)),
+        prompt = str(numbers.get("prompt") or "")
+        told: doc.Part = (
+            prompt if len(prompt) <= CUT else doc.Fold(doc.cut(" ".join(prompt.split()), CUT), doc.block(prompt))
+        )
+        summary = " · ".join(filter(None, [group_line(self.index, group), equal(self.index, group)]))
+        cells = [
+            doc.bold(f"group {group}"),
+            doc.Span(told, "flex:1 1 240px;min-width:0"),
+            *([doc.small(summary)] if numbers["samples"] > 1 else []),
         ]
+        return doc.line(*cells, style=f"{_FLEX};margin-top:6px;background:rgba(128,128,128,.12)")
+
+    def _table(self, part: pd.DataFrame) -> doc.Part:
+        names = self.columns or ()
+        rows = [[self._cell(name, row, one) for name in names] for row, one in part.iterrows()]
+        return doc.Table(names, rows, most=len(part))
+
+    def _cell(self, name: str, number: Any, row: Any) -> doc.Part:
+        """Make one cell: rewards as bars, those that are all 0 or 1 as chips; texts that unfold, short numbers."""
+        value = number if name == "row" else row[name]
+        if value is None or value != value:
+            return "–"
+        if name == "reward":
+            top = max(*map(abs, self.index.spans["reward"]), 1e-9)  # as in the live table: of all rows
+            return (
+                doc.chip(doc.number(value), value)
+                if self.index.binary
+                else doc.bar(abs(value) / top, doc.number(value), value >= 0)
+            )
+        if isinstance(value, float | np.floating):
+            return doc.number(value)
+        text = str(value)
+        if name not in ("response", "prompt") or len(text) <= CUT:
+            return doc.cut(text, 2 * CUT)
+        return doc.Fold(text[:CUT].replace("\n", " ⏎ "), doc.block(text))
+
+    def _lines(self, part: pd.DataFrame) -> doc.Part:
+        return [self._line(row, one) for row, one in part.iterrows()]
+
+    def _line(self, number: Any, row: Any) -> doc.Part:
+        """Show a sample as a line; on a narrow page its texts stand under its numbers."""
+        (tokens, finish), response, advantage = _tokens(row), _response(row), row.get("advantage")
+        shown = {"row": doc.faint(str(number)), "reward": self._cell("reward", number, row) if "reward" in row else ""}
+        shown |= {
+            "advantage": doc.chip(_signed(advantage), advantage) if advantage else _signed(advantage),
+            "tokens": tokens,
+        }
+        short = "\n" not in response and len(response) <= CUT
+        text = thumbnails(self.pictures(number)), response if short else unfolding(None, response)
+        place = [finish] * ("finish" not in self.index.same) + _place(row)[1:]
+        judged = (
+            _judgement(row, object_at(self.index.batch, "score", number)),
+            doc.small(", ".join(filter(None, place))),
+        )
+        return self._flexed(shown, text, judged)
+
+    def _flexed(self, shown: Mapping[str, doc.Part], *texts: doc.Part) -> doc.Part:
+        widths = {"row": 2.5, "reward": 3.5 if self.index.binary else 8, "advantage": 5, "tokens": 3.5}
+        cells = [
+            doc.Span(shown[name], f"flex:none;width:{width}em;text-align:right")
+            for name, width in widths.items()
+            if name == "row" or name in self.index.frame
+        ]
+        wide = [
+            doc.Span(text, f"flex:{share} 1 {least}px;min-width:0")
+            for text, share, least in zip(texts, (3, 1), (240, 150), strict=True)
+        ]
+        return doc.line(*cells, *wide, style=_FLEX)
 
 
-def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
-    """Make one cell of a table with chosen columns: rewards as bars up to `top`, texts that unfold, short numbers."""
-    value = number if name == "row" else row[name]
-    if value is None or value != value:
-        return "–"
-    if name == "reward":
-        return doc.bar(abs(value) / top, doc.number(value), value >= 0)
-    if isinstance(value, float | np.floating):
-        return doc.number(value)
-    text = str(value)
-    if name not in ("response", "prompt") or len(text) <= CUT:
-        return doc.cut(text, 2 * CUT)
-    return doc.Fold(text[:CUT].replace("\n", " ⏎ "), doc.block(text))
+_FLEX = "display:flex;flex-wrap:wrap;gap:2px 12px;padding:3px 8px;max-width:1100px;box-sizing:border-box;border-bottom:1px solid rgba(128,128,128,.15)"
+
+
+def _signed(value: Any) -> str:
+    return "0" if value == 0 else doc.number(value, "+")
 
 
 def counted_pictures(seen: Sequence[Picture]) -> str:
@@ -486,7 +550,8 @@ def groups(thing: Any) -> pd.DataFrame:
 
 THOUGHT = "</think>"
 MARK = "background:rgba(191,135,0,0.35);padding:1px 2px"
-_SIBLINGS = 16
+_SIBLINGS, _CHIP = 16, 44
+"""Most samples of the prompt that are shown, and characters of a fact beside the row's name."""
 
 
 class SampleCard(doc.View):
@@ -505,11 +570,11 @@ class SampleCard(doc.View):
     @property
     def siblings(self) -> list[int]:
         """The row numbers of the other samples of the same prompt, best reward first."""
-        frame = self.index.frame
-        others = frame[(frame["group"] == self.values["group"]) & (frame.index != self.row)]
-        if "reward" in others:
-            others = others.sort_values("reward", ascending=False, kind="stable")
-        return [int(row) for row in others.index]
+        return [int(row) for row in self._group().index if row != self.row]
+
+    def _group(self) -> pd.DataFrame:
+        rows = self.index.members(self.values["group"])
+        return rows.sort_values("reward", ascending=False, kind="stable") if "reward" in rows else rows
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the sample's reward, score, truth, advantage and token count, as (name, text)."""
@@ -546,7 +611,8 @@ class SampleCard(doc.View):
         before, marked, after = self.pieces()
         response = before, doc.Either(f"⟦{marked}⟧", doc.Span(marked, MARK)) if marked else (), after
         text: list[doc.Part] = [f"{name} (group {group}: {numbers})"]
-        page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
+        verdict, further = self._verdict(doc.bold(name), f"group {group}")
+        page = [verdict]
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
             page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.75")]
@@ -558,8 +624,7 @@ class SampleCard(doc.View):
             before = conclusion.lstrip("\n")
             response = (before, *response[1:])
         heading = "response, rendered" if self.rendered else "response"
-        page += [_label(heading), self._shown(before + marked + after, response)]
-        page += [_label("verdict"), doc.pairs(self.facts())]
+        page += [_label(heading), self._shown(before + marked + after, response), further]
         for what, detail in self.more():
             text.append(f"  {what}: {doc.one_line(detail, 400)}")
             page.append(doc.Fold(what, doc.block(detail)))
@@ -571,13 +636,27 @@ class SampleCard(doc.View):
         """
         return rendered(text, self.formulas) if self.rendered else doc.wrapped(plain or text, style="margin:2px 0")
 
+    def _verdict(self, *name: doc.Part) -> tuple[doc.Part, doc.Part]:
+        """Show how the sample was judged: short facts as chips in the line of its name, over the reason; and long facts."""
+        facts = [
+            one for one in self.facts() if one not in (("status", "scored"), ("why", self.score and self.score.why))
+        ]
+        short = [one for one in facts if len("".join(one)) < _CHIP]
+        signs = {name: self.values.get(name, 0.0) for name in ("reward", "advantage")} | {"status": -1.0}
+        chips = [doc.chip(f"{name} {text}", signs.get(name, 0.0)) for name, text in short]
+        line = doc.line(*name, *chips, style="display:flex;flex-wrap:wrap;gap:4px 8px")
+        why = doc.line(self.score.why, style="margin-top:4px") if self.score is not None and self.score.why else ()
+        return (line, why), doc.pairs([one for one in facts if one not in short])
+
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
-        for row, one in self.index.frame.loc[self.siblings].iterrows():
-            values = [doc.number(one.get("reward")), doc.number(one.get("advantage"), "+")]
-            cells.append([str(row), *values, unfolding(None, _response(one))])
+        for row, one in self._group().iterrows():
+            values = [doc.number(one.get("reward")), _signed(one.get("advantage"))]
+            cells.append(
+                [str(row), *values, doc.bold("this sample") if row == self.row else unfolding(None, _response(one))]
+            )
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
-        return doc.Fold(f"the prompt's other samples (of {numbers})", table, opened=True) if cells else ()
+        return doc.Fold(f"the prompt's samples ({numbers})", table, opened=True) if len(cells) > 1 else ()
 
 
 def _label(name: str) -> doc.Part:

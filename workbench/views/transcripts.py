@@ -264,7 +264,7 @@ _LONG, _TALL = 600, 12
 """Characters and lines of a tool's answer beyond which it is folded."""
 _CALL = "border:1px solid rgba(128,128,128,.4);border-radius:4px;margin:6px 0;overflow:hidden"
 _INSIDE = "padding:4px 10px"
-_FOLDS = "display:flex;flex-wrap:wrap;gap:0 16px;opacity:0.75"
+_FOLDS = "display:flex;flex-wrap:wrap;gap:0 16px;opacity:0.85"
 
 
 def _calls_begin(text: str, calls: Sequence[ToolCall]) -> int:

@@ -31,7 +31,7 @@ from workbench.base.progress import shown_by
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, object_at, same_row
-from workbench.views.samples import group_line, samples
+from workbench.views.samples import equal, group_line, samples
 from workbench.views.tokens import ALIGNED, TokenRow, drawable, judged, shade, stops, strips, tokens, visible
 from workbench.views.traces import chips, standing, step_groups
 from workbench.views.transcripts import episode, transcript
@@ -255,8 +255,7 @@ _CELL = 160
 _MOST = 200
 _SIBLINGS = 32
 _FIRST = (
-    "row", "step", "group", "reward", "response", "why", "advantage", "answer", "truth", "tokens", "finish", "status", "prompt",
-    "kept", "from_run",
+    "row", "step", "reward", "response", "why", "advantage", "answer", "truth", "tokens", "finish", "status", "kept", "from_run",
 )  # fmt: skip
 
 
@@ -397,11 +396,8 @@ class SamplesTable(Layer):
             {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}, "strip": strip}
             for row, group, one, strip in zip(frame.index, frame["group"], records, lines, strict=True)
         ]
-        grouped = frame["group"].unique() if request.get("by_group") else ()
+        grouped = frame["group"].unique() if request.get("by_group") or not self.columns else ()
         page = {"groups": {str(group): _group(view.index, int(group)) for group in grouped}, "columns": columns}
-        if len(grouped) and "reward" in whole:
-            dots = whole[whole["group"].isin(grouped)].groupby("group")["reward"]
-            page["dots"] = {str(group): [[int(row), _cell(one)] for row, one in each.items()] for group, each in dots}
         folded = [] if self.columns else [f"{name} {_cell(value)}" for name, value in view.index.same.items() if value]
         page |= {"same": ", ".join(folded), "spans": view.index.spans}
         return {"kind": "rows", "rows": rows, "total": len(self._rows), "of": len(whole), **page}
@@ -425,8 +421,15 @@ def _filters(request: dict[str, Any]) -> dict[str, Any]:
     return filters
 
 
-def _group(index: SampleIndex, group: int) -> str:
-    return f"group {group} · {group_line(index, group)} · {_cell(str(index.groups.loc[group].get('prompt') or ''))}"
+def _group(index: SampleIndex, group: int) -> list[Any]:
+    rows = index.members(group)
+    dots = [[int(row), _cell(one)] for row, one in rows.get("reward", {}).items()]
+    return [
+        _cell(rows["prompt"].iloc[0]) if "prompt" in rows else "",
+        group_line(index, group),
+        equal(index, group),
+        dots,
+    ]
 
 
 def _pin(batch: DataProto, row: int, expected: str, note: str) -> str:

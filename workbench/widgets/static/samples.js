@@ -19,11 +19,17 @@ function endsOf(text) {
   return make("div", { class: "wb-tail" }, make("span", {}, text.slice(0, at)), make("span", {}, text.slice(at)));
 }
 
+// A reward: of rewards that are all 0 or 1 a chip, of others their bar.
+function rewardOf(value, span, binary) {
+  if (binary) return [make("span", { class: value ? "wb-chipped wb-good" : "wb-chipped" }, said(value))];
+  return [scaleOf(value, span), make("span", { class: "wb-many" }, said(value))];
+}
+
 // A row's tokens as one line, as long as the row beside the longest one: a piece for some tokens, in the colour of their mean.
 function stripOf({ one_way: oneWay, levels }, share) {
   const size = 100 / levels.length, side = (level) => (oneWay ? "--wb-much" : level < 0 ? "--wb-down" : "--wb-up");
   const pieces = levels.map((level, at) =>
-    `rgba(var(${side(level)}), ${Math.abs(level) / 100}) ${(at * size).toFixed(1)}% ${((at + 1) * size).toFixed(1)}%`);
+    `rgba(var(${side(level)}), calc(${Math.abs(level) / 100} * var(--wb-strong))) ${(at * size).toFixed(1)}% ${((at + 1) * size).toFixed(1)}%`);
   return make("span", { class: "wb-strip", ariaHidden: "true",
     style: { width: `${Math.round(84 * share)}px`, backgroundImage: `linear-gradient(90deg, ${pieces.join(",")})` } });
 }
@@ -39,7 +45,7 @@ function render({ model, el }) {
   const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
   let total = 0;
-  let group = null, before = "";  // group and prompt of the last line drawn
+  let group = null;  // of the last line drawn
   let spans = {};  // of rewards and advantages
   let asking = 0;
 
@@ -48,8 +54,12 @@ function render({ model, el }) {
   const detail = make("div", { class: "wb-detail", role: "group", ariaLabel: "the picked sample" });
   const classOf = (name) => `wb-c-${name.replace(/[^a-z]/gi, "-")}`;
   const heads = make("tr");
-  const table = make("table", {}, make("thead", {}, heads), body);
+  const places = make("span"), all = make("button", { class: "wb-small", onclick: () => { high = high ? 0 : model.get("high"); fit(); } });
+  const foot = make("td", {}, places, all);
+  const table = make("table", {}, make("thead", {}, heads), body, make("tfoot", {}, make("tr", {}, foot)));
   const scroll = make("div", { class: "wb-scroll", tabIndex: 0, role: "group", ariaLabel: "samples; up and down pick one", onscroll: more }, table);
+  let high = model.get("high");  // lines that are seen before the table scrolls; 0: as many as the window has place for
+  const binary = model.get("bins").every(([first, last]) => first === last && (first === 0 || first === 1));
 
   const search = make("input", { type: "search", placeholder: "search texts", ariaLabel: "search texts", value: query.search || "", oninput: soon });
   const order = make("select", { ariaLabel: "order", onchange: () => { query.order = order.value; load(); } },
@@ -60,8 +70,8 @@ function render({ model, el }) {
   const status = make("select", { ariaLabel: "status of the score", onchange: () => load() },
     make("option", { value: "" }, "any status"),
     model.get("statuses").map(([name, number]) => make("option", { value: name }, `${name} (${number})`)));
-  const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", ariaLabel: "least reward", oninput: soon });
-  const high = make("input", { type: "number", step: "any", placeholder: "≤", ariaLabel: "greatest reward", oninput: soon });
+  const least = make("input", { type: "number", step: "any", placeholder: "reward ≥", ariaLabel: "least reward", oninput: soon });
+  const greatest = make("input", { type: "number", step: "any", placeholder: "≤", ariaLabel: "greatest reward", oninput: soon });
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
   const toPandas = make("button", { title: "copy the line of code that makes a DataFrame of the rows shown now", onclick: copyCode }, "to pandas");
   const line = make("code", { class: "wb-code", role: "status" });
@@ -70,27 +80,28 @@ function render({ model, el }) {
     model.get("strips").map((name) => make("option", { value: name }, `tokens by ${name}`)));
   const fold = make("button", { class: "wb-fold", ariaExpanded: "false", title: "order, filters, columns",
     onclick: () => { fold.ariaExpanded = String(fold.ariaExpanded === "false"); } }, "filters");  // on a narrow page
-  const bar = make("div", { class: "wb-bar" }, search, fold, order, status, low, high, strip.options.length ? strip : null,
+  const bar = make("div", { class: "wb-bar" }, search, fold, order, status, least, greatest, strip.options.length ? strip : null,
     make("label", {}, grouped, " by prompt"), chooser(), toPandas, count, problem, line);
   const tabs = model.get("tabs").map(([name, title], place) => make("button", {
     title, ariaPressed: String(!place), onclick: () => { turn(place); },
   }, name));
   const [headline, ...rest] = model.get("headline").split(" · ");
   const head = make("div", { class: "wb-bar" }, make("span", {}, make("span", { class: "wb-head" }, headline), rest.flatMap((one) => [" · ", counted(one)])),
-    histogram(model.get("bins")));
+    binary ? null : histogram(model.get("bins")));
   el.append(make("div", { class: "wb wb-samples", onkeydown: keys }, head,
     tabs.length > 1 ? make("div", { class: "wb-tabs", role: "group", ariaLabel: "rows" }, tabs) : null,
     bar, make("div", { class: "wb-two" }, scroll, detail)));
 
-  // "40 no answer" in the headline shows these samples alone, and pressed again all
+  // "40 no answer" or "10 wrong" in the headline shows these samples alone, and pressed again all
   function counted(words) {
-    const [name] = model.get("statuses").find(([status, number]) => words === `${number} ${status.replaceAll("_", " ")}`) || [];
-    if (!name) return words;
-    const button = make("button", { class: "wb-link", title: `show the samples with status ${name} alone`, onclick: () => {
-      status.value = status.value === name ? "" : name;
+    const kind = words.replace(/^\d+ /, ""), reward = { right: "1", wrong: "0" }[kind] || "";
+    const name = reward ? "scored" : kind.replaceAll(" ", "_");
+    if (kind === words || !model.get("statuses").some(([one]) => one === name)) return words;
+    return make("button", { class: "wb-link", title: `show these samples alone: status ${name}${reward && `, reward ${reward}`}`, onclick: () => {
+      const on = status.value === name && least.value === reward && greatest.value === reward;
+      [status.value, least.value, greatest.value] = on ? ["", "", ""] : [name, reward, reward];
       load();
     } }, words);
-    return button;
   }
 
   function turn(place) {
@@ -137,8 +148,8 @@ function render({ model, el }) {
           const off = button.ariaPressed === "true";
           buttons.forEach((one) => { one.ariaPressed = "false"; });
           button.ariaPressed = String(!off);
-          low.value = off ? "" : first;
-          high.value = off ? "" : last;
+          least.value = off ? "" : first;
+          greatest.value = off ? "" : last;
           load();
         },
       }, make("span", { style: { height: `${Math.max(2, Math.round(24 * number / most))}px` } }),
@@ -169,7 +180,7 @@ function render({ model, el }) {
   function question() {
     query.search = search.value;
     const number = (input) => (input.value === "" ? null : Number(input.value));
-    return { ...query, tab, status: status.value, low: number(low), high: number(high) };
+    return { ...query, tab, status: status.value, low: number(least), high: number(greatest) };
   }
   async function load(start = 0, more = {}) {
     const mine = ++asking;
@@ -184,61 +195,72 @@ function render({ model, el }) {
         figures = new Set(columns.filter((name) => !["tokens", "reward"].includes(name) && page.rows.every(({ cells }) => name === "row" || typeof cells[name] !== "string")));
         table.style.setProperty("--reward", `${Math.max(0, ...page.rows.map(({ cells }) => said(cells.reward).length))}ch`);
         drawHeads();
-        shown = []; group = null; before = ""; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
+        shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = ""; foot.colSpan = columns.length;
       }
       for (const row of page.rows) {
-        if (query.by_group && row.group !== group) {
-          group = row.group;
-          body.append(make("tr", { class: "wb-group" }, make("td", { colSpan: columns.length },
-            page.dots ? dotsOf(page.dots[group], spans.reward, model.get("picked"), pick) : null, page.groups[group])));
-        }
+        if (page.groups[row.group] && row.group !== group) body.append(over(row.group, page));
+        group = row.group;
         shown.push(row.row);
         body.append(lineOf(row));
       }
       count.textContent = `${total} of ${page.of} samples${page.same ? ` · the same in all: ${page.same}` : ""}`;
-      if (!start) fit();
       mark();
+      fit();
     } catch (text) { problem.textContent = text; }
   }
   // as high as the `rows` of Python, within the window; lower than a page of rows, so that it scrolls to the next
   function fit() {
-    const last = lines().slice(0, Math.max(model.get("high"), 1)).at(-1);
-    if (last?.offsetHeight) scroll.style.maxHeight = `min(${last.offsetTop + last.offsetHeight + 2}px, 80vh, 1000px)`;
+    const last = high && lines().slice(0, Math.max(high, 1)).at(-1);
+    if (last?.offsetHeight) scroll.style.maxHeight = `min(${last.offsetTop + last.offsetHeight + foot.offsetHeight + 2}px, 80vh, 1000px)`;
+    else scroll.style.maxHeight = "80vh";
+    all.textContent = high ? "taller" : "shorter";
+    more();
   }
   function more() {
-    if (shown.length < total && scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 80) load(shown.length);
+    seen();
+    if (scroll.clientHeight && shown.length < total && scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 80) load(shown.length);
+  }
+  // which of the rows are in sight
+  function seen() {
+    const top = scroll.scrollTop + heads.offsetHeight, end = scroll.scrollTop + scroll.clientHeight - foot.offsetHeight;
+    const inside = lines().map((node) => node.offsetTop + node.offsetHeight / 2).filter((middle) => middle >= top && middle <= end);
+    places.textContent = `${inside.length} of ${total} in sight: scroll for the others`;
+    foot.parentNode.hidden = inside.length === total;
+  }
+  // the line over a prompt's samples: the prompt, a dot for each reward, what they are together
+  function over(number, page) {
+    const [prompt, words, equal, dots] = page.groups[number];
+    const rewards = dots.map(([, reward]) => reward).filter((reward) => reward !== null), sum = rewards.reduce((one, other) => one + other, 0);
+    const short = rewards.length < 2 ? "" : equal || (binary ? `${sum} of ${rewards.length} right` : `mean ${said(sum / rewards.length)}`);
+    return make("tr", { class: "wb-group", title: words }, make("td", { colSpan: columns.length }, make("div", { class: "wb-over" },
+      make("b", {}, `group ${number}`), make("span", { class: "wb-asked", title: prompt }, prompt),
+      rewards.length > 1 ? dotsOf(dots, spans.reward, model.get("picked"), pick) : null, make("span", { class: "wb-hint" }, short))));
   }
   function drawHeads() {
     table.classList.toggle("wb-chosen", model.get("columns").length > 0);
     heads.replaceChildren(...columns.map((name) => {
       const way = { [name]: "ascending", [`-${name}`]: "descending" }[query.order];
       const cell = make("th", { class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name) },
-        under(name) ? "prompt, response" : name, way ? (way === "ascending" ? " ↑" : " ↓") : "");
+        name, way ? (way === "ascending" ? " ↑" : " ↓") : "");
       if (way) cell.ariaSort = way;
       if (figures.has(name)) cell.classList.add("wb-figure");
       return cell;
     }));
   }
-  const under = (name) => name === "response" && columns.includes("prompt") && !model.get("columns").length;
-  function lineOf(row) {
-    const asked = query.by_group ? "" : row.cells.prompt;  // said once for neighbours
-    const line = make("tr", { onclick: () => pick(row.row) }, columns.map((name) => cellOf(name, row, asked !== before && asked)));
-    before = asked;
-    return line;
-  }
-  function cellOf(name, row, asked) {
+  const lineOf = (row) => make("tr", { onclick: () => pick(row.row) }, columns.map((name) => cellOf(name, row)));
+  function cellOf(name, row) {
     const value = row.cells[name], cell = make("td", { class: classOf(name) }, said(value));
     if (typeof value === "string" && value) cell.title = value;
     if (figures.has(name)) cell.classList.add("wb-figure");
-    if (name === "response" && value) cell.replaceChildren(under(name) && asked ? make("div", { class: "wb-asked" }, asked) : "", endsOf(said(value)));
+    if (name === "response" && value) cell.replaceChildren(endsOf(said(value)));
     if (value === null || value === undefined) return cell;
-    if (name === "reward") cell.replaceChildren(scaleOf(value, spans.reward), make("span", { class: "wb-many" }, said(value)));
+    if (name === "reward") cell.replaceChildren(...rewardOf(value, spans.reward, binary));
     if (name === "tokens" && row.strip?.levels.length) {
       cell.replaceChildren(make("span", { class: "wb-many" }, said(value)), stripOf(row.strip, value / spans.tokens[1]));
     }
     if (name === "advantage" && value) {
       const most = Math.max(...spans.advantage.map(Math.abs)), side = value < 0 ? "--wb-down" : "--wb-up";
-      const shade = `rgba(var(${side}), ${(0.4 * Math.abs(value) / most).toFixed(2)})`;
+      const shade = `rgba(var(${side}), calc(${(0.4 * Math.abs(value) / most).toFixed(2)} * var(--wb-strong)))`;
       cell.replaceChildren(make("span", { class: "wb-sign", style: { backgroundImage: `linear-gradient(${shade}, ${shade})` } }, said(value)));
     }
     return cell;
@@ -261,6 +283,7 @@ function render({ model, el }) {
       fromViews(body, card.html);
       detail.replaceChildren(...actions(row, card, body), body, pinning(row));
       body.parentNode.scrollTop = 0;
+      more();
     } catch (text) { problem.textContent = text; }
   }
   // what can be done with a sample: seen token by token, laid over another of its prompt, copied, pinned
