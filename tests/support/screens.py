@@ -99,7 +99,7 @@ def first_click(page: Any) -> None:
         page.locator(".wb-samples tbody tr:not(.wb-group)").nth(1).click()
         page.locator(".wb-detail button").first.wait_for()
     if page.locator(".wb-tokens span").count():
-        page.locator(".wb-tokens span:not(.wb-off, .wb-apart)").nth(3).click()
+        page.locator(".wb-tokens span:not(.wb-off, .wb-pair)").nth(3).click()
     if page.locator(".wb-answer").count():
         page.locator(".wb-answer").first.click()
         page.locator(".wb-groups [aria-pressed=true]").wait_for()

@@ -93,11 +93,9 @@ def test_two_rows_are_aligned_token_by_token() -> None:
     assert chance == [(False, range(9), range(7))], "a chance token does not break up what differs"
     both = wb.views.tokens(batch(), 0, against=batch(advantages=torch.ones(2, 4) * 2))
     html = both._repr_html_()
-    assert (
-        html.count("⟨6⟩") == 1 and "advantage 0.5 → 2" in html and "linear-gradient(rgba" in html and lint(html) == []
-    )
+    assert html.count("⟨6⟩") == 2 and "advantage 0.5" in html and "advantage 2" in html and lint(html) == []
     little = wb.views.tokens(batch(), 0, "advantage", against_row=1)  # two tokens of three have another mark
-    assert little.pairs() == [] and "Tokens that differ are framed" in html and "are framed" not in little.html()
+    assert little.pairs() == [] and "stands above the second" in html and "stands above" not in little.html()
 
 
 def test_every_number_is_on_hover_and_clipping_has_a_shape() -> None:

@@ -57,9 +57,9 @@ def test_by_prompt_each_group_has_a_line() -> None:
     page = table.answer({"kind": "rows", "order": "index", "by_group": True, "start": 0, "count": 8})
     assert [row["group"] for row in page["rows"]] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert list(page["groups"]) == ["0", "1"]
-    prompt, words, equal, dots = page["groups"]["0"]
+    prompt, words, dots = page["groups"]["0"]
     assert words.startswith("4 samples · reward mean 0.5, std 0.5774") and prompt == "question 0"
-    assert equal == "" and [row for row, _ in dots] == [0, 1, 2, 3]
+    assert [row for row, _ in dots] == [0, 1, 2, 3]
 
 
 def test_a_click_is_known_in_python() -> None:

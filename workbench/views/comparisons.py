@@ -108,7 +108,9 @@ def _title(diff: Comparison) -> str:
         return f"Comparison: no sample changed its reward or its advantage; {rest or 'each side has columns that the other lacks'}"
     moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in diff.rows)
     rows = f"{len(diff.rows)} of {doc.counted(len(diff.traces[0].batch), 'row')} changed ({moved} in reward)"
-    return f"Comparison: {rows}, {doc.counted(diff.sign_flips, 'advantage')} changed sign; {rest}"
+    alone = sum(row.advantage is not None and (row.advantage[0] == 0) != (row.advantage[1] == 0) for row in diff.rows)
+    zero = f", {alone} {'is' if alone == 1 else 'are'} 0 on one side only" if alone else ""
+    return f"Comparison: {rows}, {doc.counted(diff.sign_flips, 'advantage')} changed sign{zero}; {rest}"
 
 
 def _reused(diff: Comparison) -> str:
@@ -136,7 +138,7 @@ def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
         lines.append(
             [str(row.row), _responses([trace.batch for trace in diff.traces], row.row), reward, first, second, *flip]
         )
-    header = ["row", "response (prompt on hover)", "reward", "advantage, first", "second", "sign"]
+    header = ["row", "response", "reward", "advantage, first", "second", "sign"]
     return doc.Table(header[: len(lines[0]) if lines else None], lines)
 
 
@@ -292,7 +294,7 @@ def what_if(result: WhatIf) -> doc.Part:
         moved = f"token {token} {word!r} ({float(result.difference[row][token]):+.4f})"
         bars = _bar(means[row], largest), _bar(sums[row], most)
         movers.append([str(row), _responses([result.batch], row), reward, *bars, moved])
-    header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "token that changed most"]
+    header = ["row", "response", "reward", "advantage", "Δ log-prob", "token that changed most"]
     return (
         doc.line(doc.bold(f"What if {result.other.name}: cosine of the two updates {result.cosine:.4f}")),
         doc.Table(["", "actual", "changed"], _both(result)),

@@ -26,7 +26,7 @@ _CELL_STYLE, _HEADING = "padding:2px 8px;text-align:", "opacity:0.65;font-size:1
 _SHORT = 24
 """Characters of a cell that stays on one line: where all cells do, none needs its place in a row."""
 _FIGURE = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( s| ms| [GM]iB|%)?|–|nan|inf|")
-_TRACK, _BAR = "rgba(128,128,128,.15)", "display:inline-block;width:56px;height:8px;margin-right:6px;border-radius:2px"
+_TRACK, _BAR = "rgba(128,128,128,.25)", "display:inline-block;width:56px;height:8px;margin-right:6px;border-radius:2px"
 
 
 @dataclass(frozen=True)

@@ -53,14 +53,6 @@ class SampleIndex:
             groups["advantage_range"] = rows["advantage"].max() - rows["advantage"].min()
         return groups.round(4)
 
-    def members(self, group: int) -> pd.DataFrame:
-        """Return the rows of a group."""
-        return self.frame.iloc[self._members[group]]
-
-    @cached_property
-    def _members(self) -> dict[int, np.ndarray]:
-        return dict(self.frame.groupby("group").indices)
-
     @cached_property
     def headline(self) -> str:
         """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups have equal rewards`; "" before the
@@ -73,18 +65,16 @@ class SampleIndex:
         if "reward" not in frame or not len(frame):
             return ""
         reward = frame["reward"].dropna()
+        counts = Counter(frame.get("status", [Status.SCORED] * len(reward)))
         parts = [f"{len(frame)} {'episode' if 'sequence' in frame else 'sample'}{'s' * (len(frame) != 1)}"]
         if not len(reward):
             parts.append("none scored")
         elif self.binary:
-            wrong = int(
-                ((frame["reward"] == 0) & (frame.get("status", Status.SCORED.value) == Status.SCORED.value)).sum()
-            )
-            parts += [f"{int(reward.sum())} right", *([f"{wrong} wrong"] if wrong else [])]
+            right, scored = int(reward.sum()), counts[Status.SCORED]
+            parts += [f"{right} right", *([f"{scored - right} wrong"] if scored > right else [])]
         else:
             mean, low, high = map(doc.number, (reward.mean(), reward.min(), reward.max()))
             parts.append(f"mean reward {mean} ({low} to {high})")
-        counts = Counter(frame.get("status", ()))
         parts += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]
         if silent := int((groups["reward_min"] == groups["reward_max"]).sum()):
@@ -221,16 +211,6 @@ def _tokens(row: Any) -> tuple[str, str]:
     return str(int(number)) if number is not None and number == number else "", row.get("finish") or ""
 
 
-def equal(index: SampleIndex, group: int) -> str:
-    """Say of a group with equal rewards that they are, and whether all its advantages are 0; "" for another group."""
-    numbers = index.groups.loc[group]
-    if numbers.get("scored", 0) < 2 or numbers["reward_min"] != numbers["reward_max"]:
-        return ""
-    rows = index.members(group)
-    none = "advantage" in rows and not rows["advantage"].any()
-    return "equal rewards" + ", all advantages 0" * none
-
-
 def group_line(index: SampleIndex, group: int) -> str:
     """Describe a group in one line: `8 samples · reward mean 0.25, std 0.46 · advantage range 2.7`."""
     numbers = index.groups.loc[group]
@@ -340,14 +320,12 @@ class SamplesView(doc.View):
         return doc.Either([*head, *lines, *notes], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
-        table: Callable[[pd.DataFrame], doc.Part] = self._lines if self.columns is None else self._table
-        shown: doc.Part = table(frame) if self.columns is not None else ()
+        shown = self._part(frame)
         if self.by_group or self.columns is None:  # a prompt is said once for neighbours
             neighbours = frame.groupby((frame["group"] != frame["group"].shift()).cumsum())
-            shown = [(self._over(int(part["group"].iloc[0])), table(part)) for _, part in neighbours]
+            shown = [(self._over(part["group"].iloc[0]), self._part(part)) for _, part in neighbours]
         if self.columns is None:
-            names = {name: doc.small(name) for name in ("row", "reward", "advantage", "tokens")}
-            shown = doc.faint(self._flexed(names, doc.small("response"), doc.small("score"))), shown
+            shown = doc.faint(self._flexed(doc.small, doc.small("response"), doc.small("score"))), shown
         first = f", {self.order} first" if self.order != "index" else ""
         all_, selected = len(self.index.frame), len(self.frame)
         of = f"{all_} samples" if selected == all_ else f"{selected} (of {all_})"
@@ -358,81 +336,53 @@ class SamplesView(doc.View):
     def _over(self, group: int) -> doc.Part:
         """Say which prompt the next samples have, and what its samples are together."""
         numbers = self.index.groups.loc[group]
-        prompt = str(numbers.get("prompt") or "")
-        told: doc.Part = (
-            prompt if len(prompt) <= CUT else doc.Fold(doc.cut(" ".join(prompt.split()), CUT), doc.block(prompt))
-        )
-        summary = " · ".join(filter(None, [group_line(self.index, group), equal(self.index, group)]))
-        cells = [
-            doc.bold(f"group {group}"),
-            doc.Span(told, "flex:1 1 240px;min-width:0"),
-            *([doc.small(summary)] if numbers["samples"] > 1 else []),
-        ]
+        prompt = self._cell("prompt", group, numbers) if "prompt" in numbers else ""
+        summary = doc.small(group_line(self.index, group)) if numbers["samples"] > 1 else ()
+        cells = doc.bold(f"group {group}"), doc.Span(prompt, _WIDE), summary
         return doc.line(*cells, style=f"{_FLEX};margin-top:6px;background:rgba(128,128,128,.12)")
 
-    def _table(self, part: pd.DataFrame) -> doc.Part:
-        names = self.columns or ()
-        rows = [[self._cell(name, row, one) for name in names] for row, one in part.iterrows()]
-        return doc.Table(names, rows, most=len(part))
-
-    def _cell(self, name: str, number: Any, row: Any) -> doc.Part:
-        """Make one cell: rewards as bars, those that are all 0 or 1 as chips; texts that unfold, short numbers."""
-        value = number if name == "row" else row[name]
-        if value is None or value != value:
-            return "–"
-        if name == "reward":
-            top = max(*map(abs, self.index.spans["reward"]), 1e-9)  # as in the live table: of all rows
-            return (
-                doc.chip(doc.number(value), value)
-                if self.index.binary
-                else doc.bar(abs(value) / top, doc.number(value), value >= 0)
-            )
-        if isinstance(value, float | np.floating):
-            return doc.number(value)
-        text = str(value)
-        if name not in ("response", "prompt") or len(text) <= CUT:
-            return doc.cut(text, 2 * CUT)
-        return doc.Fold(text[:CUT].replace("\n", " ⏎ "), doc.block(text))
-
-    def _lines(self, part: pd.DataFrame) -> doc.Part:
-        return [self._line(row, one) for row, one in part.iterrows()]
+    def _part(self, part: pd.DataFrame) -> doc.Part:
+        if self.columns is None:
+            return [self._line(row, one) for row, one in part.iterrows()]
+        rows = [[self._cell(name, row, one) for name in self.columns] for row, one in part.iterrows()]
+        return doc.Table(self.columns, rows, most=len(part))
 
     def _line(self, number: Any, row: Any) -> doc.Part:
         """Show a sample as a line; on a narrow page its texts stand under its numbers."""
-        (tokens, finish), response, advantage = _tokens(row), _response(row), row.get("advantage")
-        shown = {"row": doc.faint(str(number)), "reward": self._cell("reward", number, row) if "reward" in row else ""}
-        shown |= {
-            "advantage": doc.chip(_signed(advantage), advantage) if advantage else _signed(advantage),
-            "tokens": tokens,
-        }
-        short = "\n" not in response and len(response) <= CUT
-        text = thumbnails(self.pictures(number)), response if short else unfolding(None, response)
-        place = [finish] * ("finish" not in self.index.same) + _place(row)[1:]
-        judged = (
-            _judgement(row, object_at(self.index.batch, "score", number)),
-            doc.small(", ".join(filter(None, place))),
-        )
-        return self._flexed(shown, text, judged)
+        response = thumbnails(self.pictures(number)), self._cell("response", number, {"response": _response(row)})
+        place = filter(None, [row.get("finish", "") * ("finish" not in self.index.same), *_place(row)[1:]])
+        judged = _judgement(row, object_at(self.index.batch, "score", number)), doc.small(", ".join(place))
+        return self._flexed(lambda name: self._cell(name, number, row), response, judged)
 
-    def _flexed(self, shown: Mapping[str, doc.Part], *texts: doc.Part) -> doc.Part:
+    def _flexed(self, cell: Callable[[str], doc.Part], wide: doc.Part, narrow: doc.Part) -> doc.Part:
         widths = {"row": 2.5, "reward": 3.5 if self.index.binary else 8, "advantage": 5, "tokens": 3.5}
-        cells = [
-            doc.Span(shown[name], f"flex:none;width:{width}em;text-align:right")
-            for name, width in widths.items()
-            if name == "row" or name in self.index.frame
-        ]
-        wide = [
-            doc.Span(text, f"flex:{share} 1 {least}px;min-width:0")
-            for text, share, least in zip(texts, (3, 1), (240, 150), strict=True)
-        ]
-        return doc.line(*cells, *wide, style=_FLEX)
+        known = (name for name in widths if name in ("row", *self.index.frame))
+        cells = [doc.Span(cell(name), f"flex:none;width:{widths[name]}em;text-align:right") for name in known]
+        return doc.line(*cells, doc.Span(wide, _WIDE), doc.Span(narrow, "flex:2 1 200px;min-width:0"), style=_FLEX)
+
+    def _cell(self, name: str, number: Any, row: Any) -> doc.Part:
+        """Make one cell: rewards as bars, advantages and rewards of 0 and 1 as chips, texts that unfold, short numbers."""
+        value = number if name == "row" else row[name]
+        if value is None or value != value:
+            return "–"
+        if name == "advantage" or (name == "reward" and self.index.binary):
+            return doc.chip(_signed(value) if name == "advantage" else doc.number(value), value)
+        if name == "reward":  # its bar is measured by all rows, as in the live table
+            return doc.bar(abs(value) / max(*map(abs, self.index.spans[name]), 1e-9), doc.number(value), value >= 0)
+        if isinstance(value, float | np.floating):
+            return doc.number(value)
+        text = str(value)
+        if name not in ("response", "prompt") or (len(text) <= CUT and "\n" not in text):
+            return doc.cut(text, 2 * CUT)
+        return doc.Fold(doc.cut(text.replace("\n", " ⏎ "), CUT), doc.block(text))
 
 
 _FLEX = "display:flex;flex-wrap:wrap;gap:2px 12px;padding:3px 8px;max-width:1100px;box-sizing:border-box;border-bottom:1px solid rgba(128,128,128,.15)"
+_WIDE = "flex:3 1 240px;min-width:0"
 
 
 def _signed(value: Any) -> str:
-    return "0" if value == 0 else doc.number(value, "+")
+    return doc.number(value, "+" if value else "")
 
 
 def counted_pictures(seen: Sequence[Picture]) -> str:
@@ -573,7 +523,7 @@ class SampleCard(doc.View):
         return [int(row) for row in self._group().index if row != self.row]
 
     def _group(self) -> pd.DataFrame:
-        rows = self.index.members(self.values["group"])
+        rows = self.index.frame[self.index.frame["group"] == self.values["group"]]
         return rows.sort_values("reward", ascending=False, kind="stable") if "reward" in rows else rows
 
     def facts(self) -> list[tuple[str, str]]:
@@ -638,23 +588,21 @@ class SampleCard(doc.View):
 
     def _verdict(self, *name: doc.Part) -> tuple[doc.Part, doc.Part]:
         """Show how the sample was judged: short facts as chips in the line of its name, over the reason; and long facts."""
-        facts = [
-            one for one in self.facts() if one not in (("status", "scored"), ("why", self.score and self.score.why))
-        ]
-        short = [one for one in facts if len("".join(one)) < _CHIP]
-        signs = {name: self.values.get(name, 0.0) for name in ("reward", "advantage")} | {"status": -1.0}
-        chips = [doc.chip(f"{name} {text}", signs.get(name, 0.0)) for name, text in short]
-        line = doc.line(*name, *chips, style="display:flex;flex-wrap:wrap;gap:4px 8px")
-        why = doc.line(self.score.why, style="margin-top:4px") if self.score is not None and self.score.why else ()
-        return (line, why), doc.pairs([one for one in facts if one not in short])
+        facts = {name: text for name, text in self.facts() if (name, text) != ("status", Status.SCORED)}
+        why = doc.line(facts.pop("why", ""), style="margin-top:4px")
+        signs = {"reward": self.values.get("reward"), "advantage": self.values.get("advantage"), "status": -1.0}
+        short = [name for name, text in facts.items() if len(name + text) < _CHIP]
+        chips = [doc.chip(f"{name} {facts.pop(name)}", signs.get(name) or 0.0) for name in short]
+        return (doc.line(*name, *chips, style="display:flex;flex-wrap:wrap;gap:4px 8px"), why), doc.pairs(
+            [*facts.items()]
+        )
 
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
         for row, one in self._group().iterrows():
             values = [doc.number(one.get("reward")), _signed(one.get("advantage"))]
-            cells.append(
-                [str(row), *values, doc.bold("this sample") if row == self.row else unfolding(None, _response(one))]
-            )
+            text = doc.bold("this sample") if row == self.row else unfolding(None, _response(one))
+            cells.append([str(row), *values, text])
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
         return doc.Fold(f"the prompt's samples ({numbers})", table, opened=True) if len(cells) > 1 else ()
 

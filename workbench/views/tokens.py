@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -335,18 +335,32 @@ class Tokens(doc.View):
         return doc.Either(lines, [legend(quantity, span, self.rows), *heads, *shown])
 
     def pairs(self) -> list[Stretch]:
-        """Return the two rows' responses aligned, as `aligned` does; [] for a single row, and where they share less than a
-        third of their tokens.
+        """Return the two rows' responses aligned, as `aligned` does, what they share by words; [] for a single row, and where
+        they share less than a third of their tokens.
         """
         keys = [[(token, _mark(row, place)) for place, token in enumerate(row.ids)] for row in self.rows]
         found = aligned(*keys) if len(keys) > 1 else []
         common = sum(len(places) for same, places, _ in found if same)
-        return found if 3 * common >= max(row.length for row in self.rows) else []
+        return list(self._words(found)) if 3 * common >= max(row.length for row in self.rows) else []
+
+    def _words(self, found: Iterable[Stretch]) -> Iterator[Stretch]:
+        """Split stretches that the rows share where a line may break: before spaces, after line ends, in long words."""
+        texts = self.rows[0].texts
+        for same, one, other in found:
+            ends = (at for at in one[1:] if texts[at].startswith(" ") or texts[at - 1].endswith("\n") or not at % _WORD)
+            cuts = list(ends) if same else []
+            for first, last in itertools.pairwise([one.start, *cuts, one.stop]):
+                place = slice(first - one.start, last - one.start)
+                yield same, one[place], other[place] if same else other
 
 
 Stretch: TypeAlias = tuple[bool, range, range]
 """Tokens of two responses: whether they are the same, and their indices in the first and in the second."""
-ALIGNED = "A token of both responses is shown once: its upper half has the first row's colour, its lower half the second row's. Tokens that differ are framed, the first row's on top."
+ALIGNED = "The first row stands above the second. Grey: they differ; hatched: no token."
+
+
+_WORD = 8
+"""Tokens after which a line may break where no space is."""
 
 
 def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Stretch]:
@@ -368,23 +382,24 @@ def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Stret
 def _pair_page(
     rows: Sequence[TokenRow], pairs: Sequence[Stretch], quantity: Quantity, span: tuple[float, float]
 ) -> doc.Part:
-    """Show two aligned responses as a text, after the prompts."""
+    """Show two aligned responses as lines above each other, after the prompts."""
     prompts = dict.fromkeys(_prompt(row) for row in rows)
     parts: list[doc.Part] = [[(prompt, doc.BREAK) if len(prompts) > 1 else prompt for prompt in prompts]]
     for same, *sides in pairs:
         sides = [range(min(one.start, CAP), min(one.stop, CAP)) for one in sides]
-        if same:
-            parts += [
-                _token(rows[0], place, quantity, span, (rows[1], twin)) for place, twin in zip(*sides, strict=False)
-            ]
-        else:
-            shown = [coloured(row, one, quantity, span) or "–" for row, one in zip(rows, sides, strict=True)]
-            parts.append(doc.Span([doc.line(one) for one in shown], _APART, "div"))
+        if not (all(sides) if same else any(sides)):
+            break
+        shown = [coloured(row, one, quantity, span) for row, one in zip(rows, sides, strict=True)]
+        lines = [doc.line(one) if one else doc.line("\u00a0", style=_HATCHED) for one in shown]
+        parts.append(doc.Span(lines, _PAIR if same else f"{_PAIR};{_APART}", "div"))
+        parts += [doc.BREAK] if same and rows[0].texts[sides[0][-1]].endswith("\n") else []
     left = max(row.length for row in rows) - CAP
     return doc.line(parts, style=BOX), rest(left, ": a live notebook shows them")
 
 
-_APART = "display:inline-block;vertical-align:top;max-width:100%;border:1px solid rgba(128,128,128,.6);border-radius:3px;padding:0 2px"
+_PAIR = "display:inline-block;vertical-align:top;max-width:100%;line-height:1.5;margin-bottom:8px"
+_APART = "background:rgba(128,128,128,.18)"
+_HATCHED = "background:repeating-linear-gradient(-45deg,rgba(128,128,128,.6) 0 1px,transparent 1px 4px)"
 
 
 def headline(label: str, row: TokenRow, *facts: str, more: Sequence[doc.Part] = ()) -> doc.Part:
@@ -401,9 +416,12 @@ def judged(row: TokenRow) -> list[str]:
     scored the truth alone.
     """
     score, model = (object_at(row.batch, name, row.row) for name in ("score", "reward_model"))
-    facts = [score.status.value.replace("_", " ")] if score is not None else []
-    facts = [f"reward {doc.number(score.value)}"] if score is not None and score.scored else facts
-    texts = {"answer": score and score.answer, "truth": (model or {}).get("ground_truth")}
+    facts = (
+        []
+        if score is None
+        else [f"reward {doc.number(score.value)}" if score.scored else score.status.value.replace("_", " ")]
+    )
+    texts = {"answer": getattr(score, "answer", None), "truth": (model or {}).get("ground_truth")}
     return facts + [f"{name} {doc.one_line(text, 40)}" for name, text in texts.items() if text is not None]
 
 
@@ -412,9 +430,7 @@ def legend(quantity: Quantity, span: tuple[float, float], rows: Sequence[TokenRo
     tokens of the rows have.
     """
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
-    swatch = doc.Span(
-        "", f"display:inline-block;vertical-align:-1px;width:140px;height:11px;border-radius:3px;background:{colours}"
-    )
+    swatch = doc.Span("", f"display:inline-block;width:140px;height:10px;border-radius:3px;background:{colours}")
     ends = f"{doc.number(span[0])} ", swatch, f" {doc.number(span[1])}"
     scale = " \u00a0 ", doc.Span(ends, "white-space:nowrap"), " \u00a0 "
     there = {_mark(row, place) for row in rows for place in range(row.length)}
@@ -450,18 +466,11 @@ def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tup
     return [_token(row, place, quantity, span) for place in places]
 
 
-def _token(
-    row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float], twin: tuple[TokenRow, int] | None = None
-) -> doc.Span:
-    """Show a token; with its `twin` in another row both colours and both rows' numbers."""
-    sides = [(row, place), *([twin] if twin else [])]
-    shades = [shade(one, at, quantity, span) for one, at in sides]
-    paint = shades[0] if len({*shades}) == 1 else f"linear-gradient({shades[0] or _NONE} 50%,{shades[1] or _NONE} 50%)"
+def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> doc.Span:
+    paint = shade(row, place, quantity, span)
     special = ";opacity:.8" if _SPECIAL.fullmatch(row.texts[place]) else ""
     style = (f"background:{paint}" if paint else "") + _mark(row, place) + special
-    numbers = [{name: doc.number(values[at]) for name, values in one.values.items()} for one, at in sides]
-    texts = {name: dict.fromkeys(each.get(name, "–") for each in numbers) for each in numbers for name in each}
-    said = "  ".join(f"{name} {' → '.join(values)}" for name, values in texts.items())
+    said = "  ".join(f"{name} {doc.number(values[place])}" for name, values in row.values.items())
     return doc.Span(visible(row.texts[place]), style, title=f"{place}  id {row.ids[place]}  {said}")
 
 
@@ -480,7 +489,6 @@ _MARKS = {
     ";border-bottom:2px solid rgba(190,70,50,.95)": "underlined: clipped",
 }
 """Style of a token → what it says."""
-_NONE = "transparent"
 _SPECIAL = re.compile(r"<\|.*\|>|</?s>|<eos>|<pad>")
 
 

@@ -156,12 +156,9 @@ class TranscriptView(doc.View):
             *((f"{one} · tool · {_facts(self.turns[one], self._row)}", self._all(one)) for one in answers),
         ):
             folds += [doc.Fold(f"{name}: {doc.counted(len(places), 'token')}", self._tokens(places))] if places else []
+        thinking = f"reasoning: {doc.counted(len(thought), 'token')}"
         body: list[doc.Part] = [
-            doc.Fold(
-                f"reasoning: {doc.counted(len(thought), 'token')}", doc.Span(self._tokens(thought), "font-style:italic")
-            )
-            if thought
-            else (),
+            doc.Fold(thinking, doc.Span(self._tokens(thought), "font-style:italic")) if thought else (),
             self._words(turn, words),
             [_call(call) for call in turn.calls],
             [doc.line(doc.faint(note)) for one in (place, *answers) for note in self._notes(one)],

@@ -31,7 +31,7 @@ from workbench.base.progress import shown_by
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, object_at, same_row
-from workbench.views.samples import equal, group_line, samples
+from workbench.views.samples import group_line, samples
 from workbench.views.tokens import ALIGNED, TokenRow, drawable, judged, shade, stops, strips, tokens, visible
 from workbench.views.traces import chips, standing, step_groups
 from workbench.views.transcripts import episode, transcript
@@ -422,14 +422,9 @@ def _filters(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group(index: SampleIndex, group: int) -> list[Any]:
-    rows = index.members(group)
+    rows = index.frame[index.frame["group"] == group]
     dots = [[int(row), _cell(one)] for row, one in rows.get("reward", {}).items()]
-    return [
-        _cell(rows["prompt"].iloc[0]) if "prompt" in rows else "",
-        group_line(index, group),
-        equal(index, group),
-        dots,
-    ]
+    return [_cell(rows["prompt"].iloc[0]) if "prompt" in rows else "", group_line(index, group), dots]
 
 
 def _pin(batch: DataProto, row: int, expected: str, note: str) -> str:

@@ -229,9 +229,9 @@ function render({ model, el }) {
   }
   // the line over a prompt's samples: the prompt, a dot for each reward, what they are together
   function over(number, page) {
-    const [prompt, words, equal, dots] = page.groups[number];
+    const [prompt, words, dots] = page.groups[number];
     const rewards = dots.map(([, reward]) => reward).filter((reward) => reward !== null), sum = rewards.reduce((one, other) => one + other, 0);
-    const short = rewards.length < 2 ? "" : equal || (binary ? `${sum} of ${rewards.length} right` : `mean ${said(sum / rewards.length)}`);
+    const short = rewards.length < 2 ? "" : rewards.every((one) => one === rewards[0]) ? "equal rewards" : (binary ? `${sum} of ${rewards.length} right` : `mean ${said(sum / rewards.length)}`);
     return make("tr", { class: "wb-group", title: words }, make("td", { colSpan: columns.length }, make("div", { class: "wb-over" },
       make("b", {}, `group ${number}`), make("span", { class: "wb-asked", title: prompt }, prompt),
       rewards.length > 1 ? dotsOf(dots, spans.reward, model.get("picked"), pick) : null, make("span", { class: "wb-hint" }, short))));

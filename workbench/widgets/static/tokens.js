@@ -66,10 +66,7 @@ function render({ model, el }) {
       low.textContent = said(found.low);
       high.textContent = said(found.high);
       swatch.style.background = `linear-gradient(90deg, ${found.stops.join(", ")})`;
-      spans.forEach((row, number) => row.forEach((span, place) => {
-        const here = found.colours[number][place], there = span.twin ? found.colours[1][span.twin.place] : here;
-        span.style.background = here === there ? here : `linear-gradient(${here || "transparent"} 50%, ${there || "transparent"} 50%)`;
-      }));
+      spans.forEach((row, number) => row.forEach((span, place) => { span.style.background = found.colours[number][place]; }));
       model.set("colour", colour);
       model.save_changes();
     } catch (text) { problem.textContent = text; }
@@ -85,20 +82,21 @@ function render({ model, el }) {
     } }, "whole prompt");
     title.append(" ", button);
   }
-  // two rows as one text: what both have stands once, what differs is framed, the first row's above the second's
+  // two rows as lines above each other; what one of them lacks is hatched
   function align(pairs, words) {
     const same = rows[0].prompt === rows[1].prompt;
-    boxes[0].before(titles[1], make("div", { class: "wb-hint" }, words));
+    boxes[0].before(titles[1], make("div", { class: "wb-hint" }, words, same ? "" : " Their prompts differ, too."));
     if (!same) {
       boxes.forEach((box, number) => box.prepend(make("div", { class: "wb-hint" }, `prompt of ${labels[number]}`)));
       boxes[0].append(...boxes[1].childNodes);
     }
     boxes[1].remove();
-    order[0] = order[1] = pairs.flatMap(([common, [a, b], [c, d]]) => {
+    order[0] = spans.flat();
+    pairs.forEach(([common, [a, b], [c, d]]) => {
       const sides = [spans[0].slice(a, b), spans[1].slice(c, d)];
-      if (common) sides[0].forEach((span, place) => { span.twin = sides[1][place]; });
-      boxes[0].append(...(common ? sides[0] : [make("span", { class: "wb-apart" }, sides.map((side) => make("div", {}, side.length ? side : "–")))]));
-      return common ? sides[0] : sides.flat();
+      if (common) sides[0].forEach((span, place) => { [span.twin, sides[1][place].twin] = [sides[1][place], span]; });
+      boxes[0].append(make("span", { class: common ? "wb-pair" : "wb-pair wb-apart" }, sides.map((side) => make("div", { class: side.length ? "" : "wb-none" }, side.length ? side : "\u00a0"))),
+        common && sides[0].at(-1).textContent.endsWith("\n") ? make("br") : "");
     });
   }
   // what marks of tokens mean, of those that are there
@@ -117,19 +115,21 @@ function render({ model, el }) {
   }
   function point(span) {
     if (span.place === undefined) return;
-    const sides = span.twin ? [span, span.twin] : [span], row = rows[span.number], place = span.place;
+    const sides = span.twin ? [span, span.twin].sort((one, other) => one.number - other.number) : [span], row = rows[span.number], place = span.place;
     if (at) at.classList.remove("wb-at");
     at = span;
     span.classList.add("wb-at");
     const mark = row.rejected[place] ? ", rejected" : row.own[place] ? "" : ", not sampled by the model";
     const names = Object.keys(row.values).concat(sides.length > 1 ? Object.keys(rows[1].values).filter((name) => !(name in row.values)) : []);
     const where = sides.map((one) => `${labels[one.number]}, token ${one.place} of ${rows[one.number].texts.length}`).join("; ");
-    values.replaceChildren(make("b", {}, row.texts[place]),
+    values.replaceChildren(make("b", {}, row.texts[place].trim() ? row.texts[place] : row.texts[place].replaceAll(" ", "␣")),
       make("span", { class: "wb-hint" }, `${where}, id ${row.ids[place]}${mark}${pinned ? ", pinned: Esc unpins" : ""}`),
       make("dl", {}, names.flatMap((name) => {
         const now = name === choose.value ? "wb-now" : "";
-        const numbers = new Set(sides.map((one) => said((rows[one.number].values[name] || [])[one.place])));
-        return [make("dt", { class: now }, name), make("dd", { class: now }, [...numbers].join(" → "))];
+        const found = sides.map((one) => (rows[one.number].values[name] || [])[one.place]);
+        const line = (title, numbers) => [make("dt", { class: now }, title.split(/(?<=_)/).flatMap((part) => [part, make("wbr")])),
+          make("dd", { class: now }, [...new Set(numbers.map((one) => said(one)))].join(" → "))];
+        return [line(name, found), name === "log_prob" ? line("probability", found.map((one) => one && Math.exp(one))) : []].flat();
       })));
   }
   // to the next token, in this row from its first one
