@@ -184,6 +184,8 @@ def test_a_driver_without_a_gpu_for_torch(built: str | None, do: str, monkeypatc
     monkeypatch.setattr(machine, "half_gain", lambda: 4.2)
     assert machine.devices().state == OK and "the CPU" in machine.devices().found
     assert "bfloat16 are 4.2 times as fast" in machine.devices().found
+    monkeypatch.setattr(machine, "half_gain", lambda: 0.5)
+    assert machine.devices().found.endswith("bfloat16 are 0.5 times as fast as float32's: leave dtype at float32")
 
 
 def test_memory_and_shared_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:

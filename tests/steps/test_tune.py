@@ -229,6 +229,14 @@ def test_a_cpu_that_multiplies_bfloat16_faster_is_told_what_it_costs(
     assert line.startswith("# dtype='bfloat16' would take less: 10.00 → 5.00 s") and "0.3 at most" in line
 
 
+def test_bfloat16_is_told_to_be_the_slower_one(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "half_gain", lambda: 0.5)  # an Intel Xeon with AVX512-BF16 and without AMX
+    made = tune(pipeline(opened(tiny, dtype="bfloat16")), rows(), batch_size=2)
+    (other,) = [one for one in made.trials if "dtype" in one.changes]
+    assert other.changes == {"dtype": "float32"} and "nats apart on average" in other.cost
+    assert "dtype" not in made.proposed["actor"]
+
+
 def test_ranks_cannot_try_another_precision(tiny: str) -> None:
     assert "dtype" in opened(tiny).tried and "dtype" not in FsdpEngine.tried
     assert half_gain(64) > 0

@@ -152,8 +152,9 @@ def devices() -> CheckResult:
     if not torch.cuda.is_available():
         if driver is None:
             facts, gain = f"no GPU: everything runs on the CPU, {os.cpu_count()} cores, {threads} threads", half_gain()
-            if gain >= FAST:
-                facts += f"; products of bfloat16 are {gain:.1f} times as fast as float32's: wb.tune says what dtype='bfloat16' gains and costs"
+            if not 1 / FAST < gain < FAST:
+                told = "wb.tune says what dtype='bfloat16' gains and costs" if gain > 1 else "leave dtype at float32"
+                facts += f"; products of bfloat16 are {gain:.1f} times as fast as float32's: {told}"
             return CheckResult(OK, facts)
         if built is None:
             facts = f"an NVIDIA driver for CUDA {driver}, but torch {torch.__version__} is built for the CPU"

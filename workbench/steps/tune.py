@@ -33,7 +33,8 @@ FASTER, SLOWER, LESS = 0.9, 1.05, 0.9
 """A setting is proposed for at least 10 % less time, or at least 10 % less memory at no more than 5 % more time;
 smaller changes are noise."""
 FAST = 1.5
-"""bfloat16 is tried where the CPU multiplies bfloat16 matrices at least this many times as fast as float32 ones."""
+"""bfloat16 is tried where the CPU multiplies bfloat16 matrices at least this many times as fast as float32 ones, and float32 in
+place of bfloat16 where it multiplies those so much faster."""
 REPEATS, SHORT = 3, 2.0
 """Number of times that a setting is measured (the fastest counts), for phases that take fewer than so many seconds."""
 RESERVE = 0.1
@@ -94,8 +95,8 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
     """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
 
     `print(wb.tune(pipe, rows))` shows the table and the lines to paste. The settings `micro_batch_tokens`, `pack`,
-    `gradient_checkpointing` and, on a GPU, `offload` are tried one at a time; on a CPU that multiplies bfloat16
-    `FAST` times as fast as float32 also `dtype`, whose line is a comment that says how far log-probs move. For a sampler on the
+    `gradient_checkpointing` and, on a GPU, `offload` are tried one at a time; on a CPU that multiplies the other of bfloat16 and
+    float32 `FAST` times as fast also `dtype`, whose line is a comment that says how far log-probs move. For a sampler on the
     same GPU its share of memory is computed. After `seconds` no further setting is tried. All changes are undone, also
     where something raises. Raises `OutOfMemory` where memory runs out in a phase in which no learner works.
     """
@@ -268,8 +269,9 @@ def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
         candidates.append({"pack": "no"})
     if gpu and now["offload"] == "none":
         candidates.append({"offload": "optimizer"})
-    if "dtype" in getattr(learner, "tried", ()) and not gpu and now["dtype"] != "bfloat16" and half_gain() >= FAST:
-        candidates.append({"dtype": "bfloat16"})
+    if "dtype" in getattr(learner, "tried", ()) and not gpu:
+        gain, other = (1 / half_gain(), "float32") if now["dtype"] == "bfloat16" else (half_gain(), "bfloat16")
+        candidates += [{"dtype": other}] if gain >= FAST else []
     return candidates
 
 
