@@ -83,6 +83,9 @@ _IN_FOUR = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
 LARGE = {
     "real": Shape(tokens=48, pretrained=True, steps=2, trl=_IN_FOUR),
     "real-bfloat16": Shape(tokens=48, pretrained=True, steps=2, trl=_IN_FOUR, settings={"dtype": "bfloat16"}),
+    "real-both-bfloat16": Shape(
+        tokens=48, pretrained=True, steps=2, trl={**_IN_FOUR, "bf16": True}, settings={"dtype": "bfloat16"}
+    ),
     "rows-4096": Shape(prompts=512, steps=2),
     "tokens-1024": Shape(prompts=2, group=4, tokens=1_024, size=Size(384, 4, 8_192), steps=2),
     "tokens-4096": Shape(prompts=1, group=4, tokens=4_096, size=Size(384, 4, 8_192), steps=1),
