@@ -215,9 +215,25 @@ def test_symptoms_stand_on_the_time_axis_and_are_said_beneath() -> None:
     assert panel(ROWS, marks=[]).get_figheight() == panel(ROWS).get_figheight() < figure.get_figheight()
 
 
+@pytest.mark.slow
+def test_a_symptom_has_its_number_in_the_plot_of_its_metric_alone() -> None:
+    mark = Symptom("reward has fallen", "0.4 → 0.1", 3, "look", metric="critic/score/mean")
+    strong = {}
+    for axes in panel(ROWS, marks=[mark]).axes:
+        (line,) = [line for line in axes.lines if line.get_transform() != axes.transData]
+        strong[axes.get_title(loc="left")] = (
+            line.get_alpha() > 0.5,
+            "1" in [text.get_text().strip() for text in axes.texts],
+        )
+    assert strong.pop("reward") == (True, True) and {*strong.values()} == {(False, False)}
+
+
 def test_a_finished_run_leaves_out_what_it_has_not() -> None:
-    shown = [axes.get_title(loc="left") for axes in panel(ROWS, empty=False).axes if axes.get_visible()]
-    assert shown == ["reward", "KL"]
+    figure = panel(ROWS, empty=False)
+    assert [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()] == ["reward"]
+    assert [text.get_text() for text in figure.texts] == ["the same at all steps: KL 0.1"]
+    asked = panel(ROWS, ["actor/kl_loss"], empty=False)  # what is asked for is drawn
+    assert [axes.get_title(loc="left") for axes in asked.axes if axes.get_visible()] == ["actor/kl_loss"]
     assert len(panel([], empty=False).axes) == len(PANEL)  # nothing at all: say so
     held_out = panel([{"training/global_step": 0, "val/reward": 0.5}], empty=False)
     assert [axes.get_title(loc="left") for axes in held_out.axes if axes.get_visible()] == ["reward"]

@@ -60,6 +60,8 @@ class Look:
     dot: float = 6.0
     text: float = 7.5
     smoothing: float = 0.7
+    apart: frozenset[str] = frozenset()
+    """Metrics whose symptoms are pale in all plots but their own."""
 
 
 class Plotted(NamedTuple):
@@ -108,7 +110,9 @@ def lines(wanted: Sequence[str], runs: Sequence[Series]) -> list[Line]:
 
 
 def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, marks: Sequence[Symptom]) -> Plotted:
-    """Draw one plot's metrics, a legend where its title does not name them all, and a line for each symptom in `marks`."""
+    """Draw one plot's metrics, a legend where its title does not name them all, and a line for each symptom in `marks`:
+    with its number where its own metric is drawn, pale elsewhere.
+    """
     plotted = _curves(axes, wanted, runs, look)
     # several things, or one of several that the title could mean
     one_of = (len(wanted) > 1 and not EXACT.issuperset(wanted)) or PHASES in wanted
@@ -121,8 +125,11 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
         legend(axes, plotted.key.values(), names, loc="upper left", ncols=columns, fontsize=look.text, **pale)
     for place, one in enumerate(marks):  # neighbours' numbers are at different heights
         top = 0.99 - 0.11 * high
-        axes.axvline(one.since, 0, top, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1.5)
-        axes.text(one.since, top - 0.09 * (place % 2), f" {place + 1}", transform=axes.get_xaxis_transform(),
+        own = one.metric not in look.apart or one.metric in lines_of(wanted, runs)
+        axes.axvline(
+            one.since, 0, top, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7 if own else 0.2, zorder=1.5
+        )
+        axes.text(one.since, top - 0.09 * (place % 2), f" {place + 1}" * own, transform=axes.get_xaxis_transform(),
                   color=MARK, fontsize=look.text, va="top", zorder=6)  # fmt: skip
     return plotted
 
@@ -256,6 +263,10 @@ def bare(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
 def recorded(runs: Sequence[Series], wanted: Sequence[str]) -> bool:
     """Return whether any run has a number for one of these metrics, so that their plot would not be empty."""
     return bool(lines_of(wanted, runs))
+
+
+def _values(wanted: Sequence[str], runs: Sequence[Series]) -> set[float]:
+    return {float(value) for name in lines_of(wanted, runs) for run in runs for value in run.points(name)[1]}
 
 
 def lines_of(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
@@ -469,7 +480,8 @@ def panel(
         marks: symptoms (`run.symptoms`), drawn as numbered lines on the time axis, each with a plot of the metric behind
             it, and listed beneath unless `listed` is False.
         empty: keep the place of a plot that nothing is recorded for, so that plots do not jump while a run trains (a
-            critic's warm-up has no KL yet); otherwise it is left out.
+            critic's warm-up has no KL yet); otherwise it is left out, and main metrics that are the same at all steps are
+            named in a line.
 
     Example:
         >>> wb.views.panel(run.rows, others={"without KL": other.rows})  # doctest: +SKIP
@@ -478,10 +490,20 @@ def panel(
     plots = (
         keys if isinstance(keys, Mapping) else behind(runs, marks) if keys is None else {key: (key,) for key in keys}
     )
+    notes = [
+        (f"{place}  {one.name} (step {one.since} on): {one.found}", MARK) for place, one in enumerate(marks, 1)
+    ] * listed
     if not empty:
         plots = {name: wanted for name, wanted in plots.items() if recorded(runs, wanted)} or plots
-    figure, grid = _figure(len(plots), runs=runs if others else [], title=title, marks=marks if listed else ())
-    span, look = span_of(runs), Look(smoothing=memory(runs))
+        still = {name: values.pop() for name, wanted in plots.items() if len(values := _values(wanted, runs)) == 1}
+        if keys is None and 0 < len(still) < len(plots):
+            plots = {name: wanted for name, wanted in plots.items() if name not in still}
+            notes.append(
+                (f"the same at all steps: {' · '.join(f'{name} {number(one)}' for name, one in still.items())}", GREY)
+            )
+    figure, grid = _figure(len(plots), runs=runs if others else [], title=title, notes=notes)
+    apart = frozenset(name for wanted in plots.values() for name in lines_of(wanted, runs))
+    span, look = span_of(runs), Look(smoothing=memory(runs), apart=apart)
     for axes, (name, wanted) in zip(grid, plots.items(), strict=True):
         # a title with a height of its own spares matplotlib the search for one: a quarter of the drawing
         axes.set_title(label(name), fontsize=9.5, loc="left", y=1.0, parse_math=False)
@@ -543,10 +565,10 @@ def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any
 
 
 def _figure(
-    plots: int, *, runs: Sequence[Series], title: str | None, marks: Sequence[Symptom]
+    plots: int, *, runs: Sequence[Series], title: str | None, notes: Sequence[tuple[str, str]]
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure for a number of plots, with room for a legend of `runs` and a line of text for each mark; returns
-    it and its plots.
+    """Make a figure for a number of plots, with room for a legend of `runs` and for `notes`, lines of (text, colour);
+    returns it and its plots.
 
     Margins are set in inches, because matplotlib's layout engines draw everything twice.
     """
@@ -555,8 +577,8 @@ def _figure(
     longest = max((len(label(run.name)) for run in runs), default=1)
     in_line = max(min(len(runs), 5, int((_WIDTH - 0.8) / (0.55 + 0.085 * longest))), 1)
     legend_room = 0.15 + 0.2 * math.ceil(len(runs) / in_line) if runs else 0.0
-    marks_room = _LINE * len(marks) + (0.1 if marks else 0.0)
-    top, bottom = (0.58 if title else 0.3), 0.5 + legend_room + marks_room
+    notes_room = _LINE * len(notes) + (0.1 if notes else 0.0)
+    top, bottom = (0.58 if title else 0.3), 0.5 + legend_room + notes_room
     height = _HEIGHT * lines + 0.55 * (lines - 1) + top + bottom
     figure = cell_figure(_WIDTH, height)
     figure.subplots_adjust(
@@ -576,13 +598,18 @@ def _figure(
             axes.xaxis.set_label_coords(0.5, -0.24 / _HEIGHT)
     if runs:
         _legend(
-            figure, runs, loc="lower center", bbox_to_anchor=(0.5, (0.03 + marks_room) / height), borderaxespad=0.2,
+            figure, runs, loc="lower center", bbox_to_anchor=(0.5, (0.03 + notes_room) / height), borderaxespad=0.2,
             ncols=in_line, fontsize=9,
         )  # fmt: skip
-    for place, one in enumerate(marks, 1):
-        text = label(f"{place}  {one.name} (step {one.since} on): {one.found}", 150)
-        figure.text(0.6 / _WIDTH, (0.08 + _LINE * (len(marks) - place)) / height, text, fontsize=8, color=MARK,
-                    parse_math=False)  # fmt: skip
+    for place, (text, shade) in enumerate(notes, 1):
+        figure.text(
+            0.6 / _WIDTH,
+            (0.08 + _LINE * (len(notes) - place)) / height,
+            label(text, 150),
+            fontsize=8,
+            color=shade,
+            parse_math=False,
+        )
     return figure, grid[:plots]
 
 

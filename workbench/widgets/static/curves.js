@@ -122,6 +122,10 @@ function plotted(plot, all, look, on) {
     ctx.restore();
   }
 
+  // a symptom stands in the plot of its metric, elsewhere it is a pale line; where no plot has the metric, in all of them
+  const drawsIt = (one, mark) => one.lines.some((line) => line.name === mark.metric);
+  const isHere = (mark) => drawsIt(plot, mark) || !all.plots.some((one) => drawsIt(one, mark));
+
   function below(u) {  // what lies on the step axis: steps with samples, and symptoms
     const { ctx, bbox } = u;
     const pixel = (step) => Math.round(u.valToPos(step, "x", true));
@@ -133,6 +137,7 @@ function plotted(plot, all, look, on) {
     ctx.strokeStyle = look.ink.line("#b4402a", 0.8);
     ctx.setLineDash([4, 4]);
     all.marks.filter((mark) => inside(mark.step)).forEach((mark) => {
+      ctx.globalAlpha = isHere(mark) ? 1 : .25;
       ctx.beginPath();
       ctx.moveTo(pixel(mark.step), bbox.top);
       ctx.lineTo(pixel(mark.step), bbox.top + bbox.height);
@@ -141,7 +146,7 @@ function plotted(plot, all, look, on) {
     ctx.restore();
     marks.forEach((node, at) => {
       const step = all.marks[at].step;
-      Object.assign(node.style, { display: inside(step) ? "" : "none", left: `${u.valToPos(step, "x") + 15 * all.marks.slice(0, at).filter((one) => one.step === step).length}px` });
+      Object.assign(node.style, { display: inside(step) && isHere(all.marks[at]) ? "" : "none", left: `${u.valToPos(step, "x") + 15 * all.marks.slice(0, at).filter((one) => one.step === step && isHere(one)).length}px` });
     });
   }
 
