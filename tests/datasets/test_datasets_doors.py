@@ -298,3 +298,12 @@ def test_a_nested_column_beyond_one_batch_is_read_row_by_row(tmp_path: Path, mon
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", limited)
     assert [row["reward_model"]["ground_truth"] for row in wb.rows(str(path)).views()] == list("01234")
+
+
+def test_a_list_of_texts_is_answered_with_how_prompts_are_passed() -> None:
+    with pytest.raises(
+        DataError, match=r"no data file matches the pattern 'What is the sea\?'.*pass prompts as \[\{'prompt': text\}"
+    ):
+        wb.rows(["What is the sea?", "Tell me about snow."])
+    with pytest.raises(DataError, match=r"no data file at 'Tell me about snow\.'.*pass prompts as"):
+        wb.rows(["Tell me about snow."])

@@ -93,6 +93,10 @@ def test_what_cannot_be_asked(stepper: wb.Stepper) -> None:
         stepper.what_if()
     with pytest.raises(SettingError, match="did you mean 'clip_ratio_high'"):
         stepper.what_if(clip_hi=0.3)
+    after = stepper.fork().run()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SettingError, match="learning_rate.*lr of the"):
+        patch.setattr(type(after), "fork", lambda self: pytest.fail("weights are restored before the name is read"))
+        after.what_if(learning_rate=1e-4)
     early = stepper.fork().back(to="advantage")
     with pytest.raises(PipelineError, match=r"run\(until='advantage'\) first"):
         early.what_if(clip_ratio_high=0.3)

@@ -49,9 +49,15 @@ def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
         folder = Path(place.anchor)
         matched = sorted(each for each in folder.glob(str(place.relative_to(folder))) if each.suffix in SUFFIXES)
         if not matched:
-            raise DataError(f"no data file matches the pattern {str(place)!r}")
+            raise DataError(f"no data file matches the pattern {str(place)!r}", do=_checked(place))
         files += matched
     return files
+
+
+def _checked(path: Path) -> str:
+    """Say what to do about a path that leads to nothing, which may be the text of a prompt."""
+    prompts = "; a text is read as a path, so pass prompts as [{'prompt': text}, …]"
+    return "check the path; a relative one starts where Python runs" + prompts * (" " in path.name)
 
 
 def _is_folder(path: Path) -> bool:
@@ -84,7 +90,7 @@ def read(path: Path) -> list[Any]:
     numbers beyond float64 are refused), or where a line of a csv does not have as many cells as its first.
     """
     if _is_folder(path) or not path.is_file():
-        raise DataError(f"no data file at {str(path)!r}", do="check the path; a relative one starts where Python runs")
+        raise DataError(f"no data file at {str(path)!r}", do=_checked(path))
     if path.suffix not in SUFFIXES:
         raise DataError(unknown("suffix of a data file", path.suffix or "(none)", SUFFIXES))
     if path.suffix == ".parquet":

@@ -42,7 +42,7 @@ from workbench.stages.reward import Reward
 from workbench.stages.stage import Stage, used
 from workbench.steps.compare import Comparison, compare
 from workbench.steps.trace import Phase, Trace, describe_settings, perform
-from workbench.steps.what_if import WhatIf, what_if
+from workbench.steps.what_if import WhatIf, update_with, what_if
 
 log = logging.getLogger("workbench")
 
@@ -545,6 +545,7 @@ class Stepper(Shown):
         Both start from the weights before the update. Afterwards the engines have their weights back, and the stepper
         has not moved.
         """
+        update_with(self._pipeline, changes)
         if self.position > self._pipeline.index("update_actor"):
             with self._lent():
                 return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)

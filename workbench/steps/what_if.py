@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,14 +90,14 @@ def what_if(
     (their greedy responses are sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the
     batch lacks columns that the update reads, or nothing is changed.
     """
-    update = _policy_update(pipeline, batch)
-    loss: Any = update.made_with["loss"]
+    update, changed_update = update_with(pipeline, changes)
+    if missing := [name for name in update.reads if name not in batch]:
+        found, do = f"no {', '.join(missing)}", "run(until='advantage') first"
+        raise PipelineError(
+            "what_if cannot use this batch", expected="a batch as it is before the update", found=found, do=do
+        )
     if "old_log_probs" not in batch:  # one update would take its own, and the ratio after is to them
         batch = perform(LogProb(update.learners()[0], temperature=update.temperature), batch).batch
-    of_terms = {name: value for name, value in changes.items() if "." in name}
-    own = {name: value for name, value in changes.items() if name not in of_terms and name != "mask_truncated"}
-    refuse_unknown("what_if", own, loss.field_names())
-    changed_update = update.with_settings(**of_terms, loss=loss.replace(**own))
     other, named = batch, {key: str(value) for key, value in changes.items()}
     if changes.get("mask_truncated"):
         fits = "loss_mask" not in update.writes
@@ -135,18 +135,20 @@ def what_if(
     return WhatIf(named, actual, changed, batch, cosine, before)
 
 
-def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
+def update_with(pipeline: Pipeline, changes: Mapping[str, Any]) -> tuple[Update, Update]:
+    """Return a pipeline's policy update, and the same with the changed settings of `what_if`. Nothing is computed, so
+    that a wrong name is refused before any work.
+    """
     stages = pipeline if isinstance(pipeline, Pipeline) else ()
     update = next((stage for stage in stages if isinstance(stage, Update) and stage.role == "actor"), None)
-    if update is None or not isinstance(update.made_with["loss"], Settings):
+    if update is None or not isinstance(loss := update.made_with["loss"], Settings):
         expected, found = "a Pipeline with a policy update", describe(pipeline)
         raise PipelineError("what_if cannot use this pipeline", expected=expected, found=found)
-    if missing := [name for name in update.reads if name not in batch]:
-        found, do = f"no {', '.join(missing)}", "run(until='advantage') first"
-        raise PipelineError(
-            "what_if cannot use this batch", expected="a batch as it is before the update", found=found, do=do
-        )
-    return update
+    of_terms = {name: value for name, value in changes.items() if "." in name}
+    others = {"advantage", "rows", "mask", "mask_truncated", *of_terms}
+    own = {name: value for name, value in changes.items() if name not in others}
+    refuse_unknown("what_if", own, loss.field_names())
+    return update, update.with_settings(**of_terms, loss=loss.replace(**own))
 
 
 def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., Any] | Advantage) -> DataProto:
