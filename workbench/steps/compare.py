@@ -577,6 +577,12 @@ class Comparison(Shown):
         """Whether the two sides have the same columns, values and metrics."""
         return not (self.columns or self.metrics or any(self.only))
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The settings in which stages of both sides differ, a text for each: `reward.function: exact → short`."""
+        first, second = ({phase.stage: phase for phase in trace} for trace in self.traces)
+        return tuple(text for stage in first if stage in second for text in _settings(first[stage], second[stage]))
+
     def row(self, number: int) -> Any:
         """Show one row on both sides: its responses as a text difference, and rewards, their parts and verdicts side by
         side."""

@@ -52,7 +52,7 @@ function render({ model, el }) {
       code.textContent = found.code;
       fromViews(card, found.html);
       groups.querySelectorAll(".wb-dots button").forEach((dot) => { dot.ariaPressed = String(dot.title.startsWith(`row ${row},`)); });
-      groups.querySelectorAll(".wb-group").forEach((group) => group.classList.toggle("wb-open", Boolean(group.querySelector("[aria-pressed=true]"))));
+      groups.querySelectorAll(".wb-samples-of").forEach((group) => group.classList.toggle("wb-open", Boolean(group.querySelector("[aria-pressed=true]"))));
       card.scrollIntoView({ block: "nearest" });
     } catch (text) { problem.textContent = text; }
   }
@@ -61,7 +61,7 @@ function render({ model, el }) {
     const answers = one.answers.map(([number, reward, text]) => make("button", {
       class: "wb-answer", title: `show row ${number} in full`, onclick: () => open(phase, number),
     }, make("b", {}, reward), make("span", {}, text)));
-    return make("div", { class: "wb-group" }, make("div", { class: "wb-asked", title: one.prompt }, one.prompt),
+    return make("div", { class: "wb-samples-of" }, make("div", { class: "wb-asked", title: one.prompt }, one.prompt),
       make("div", {}, one.dots.length ? dotsOf(one.dots, span, null, (number) => open(phase, number)) : null, make("div", { class: "wb-hint" }, one.words)),
       make("div", {}, answers));
   }
