@@ -143,9 +143,9 @@ def moving(book: Notebook) -> None:
     for phase in ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage"):
         book.press(face.locator(".wb-main"), lambda name=phase: f"● {name}" in face.inner_text())
     book.press(face.get_by_role("button", name="● reward"), lambda: '.trace["reward"]' in face.inner_text(), 1600)
-    table = book.cell("", 'wb.views.samples(s, rows=5, order="surprising")', ".wb-samples tbody tr", watched=True)
+    table = book.cell("", 'wb.views.samples(s, rows=5, order="surprising")', ".wb-samples tbody td", watched=True)
     card = table.locator(".wb-detail")
-    lines = table.locator(".wb-scroll tbody tr")
+    lines = table.locator(".wb-scroll tbody tr:not(.wb-group)")
     book.press(lines.nth(2), lambda: "response" in card.inner_text(), 1600)
     book.press(lines.nth(4), lambda: "response" in card.inner_text(), 1200)
     tokens = book.cell("", 'wb.views.tokens(s, 13, "entropy", against_row=15)', ".wb-tokens span[style]", watched=True)
@@ -170,10 +170,10 @@ def step(book: Notebook) -> None:
     until(page, lambda: "● update_actor" in cell.inner_text())
     book.picture("stepper", cell)
     page.set_viewport_size({"width": 1200, "height": 1800})
-    cell = book.cell("", 'samples = wb.views.samples(s, rows=14, order="surprising")\nsamples', ".wb-samples tbody tr")
+    cell = book.cell("", 'samples = wb.views.samples(s, rows=14, order="surprising")\nsamples', ".wb-samples tbody td")
     cell.get_by_placeholder("search texts").fill("Quick")
     page.wait_for_timeout(1000)
-    cell.locator(".wb-scroll tbody tr").nth(1).click()
+    cell.locator(".wb-scroll tbody tr:not(.wb-group)").nth(1).click()
     until(page, lambda: "response" in cell.locator(".wb-detail").inner_text())
     book.picture("samples", cell, 1320)
     code = 'first = int(samples.selected[0])\nwb.views.tokens(s, first, "entropy", against_row=samples.row(first).siblings[-1])'
@@ -227,7 +227,7 @@ s = wb.Stepper(pipe, rows.batch(8)).run(until="reward")"""
     for turn, words in (("turn 0, assistant", call), ("turn 1, tool", "43")):
         face.locator("select").select_option(turn)
         text.fill(words)
-        face.get_by_role("button", name="say").click()
+        face.get_by_role("button", name=re.compile("replace turn|write the")).click()
         until(page, lambda: "written by hand" in face.inner_text())
         if turn.startswith("turn 0"):
             face.get_by_role("button", name="next").click()

@@ -450,7 +450,11 @@ TITLES: Mapping[str, str] = {
     "critic/rewards/mean": "mean with KL penalty",
     "critic/rewards/max": "highest with KL penalty",
     "critic/rewards/min": "lowest with KL penalty",
+    "critic/score/std": "deviation of the reward",
     "advantage/zero_share": "share with advantage 0",
+    "response/cut_ratio": "share cut off",
+    "response_length/max": "longest response",
+    "response_length/min": "shortest response",
 }
 """These and further metrics → short titles for them."""
 

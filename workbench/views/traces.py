@@ -216,7 +216,7 @@ def phases(trace: Iterable[Phase]) -> doc.Part:
 def _ordered(phase: Phase) -> list[tuple[str, str]]:
     """Return a phase's metrics as (name, number), those of its headline first, then the other main ones, in words."""
     first = dict(_HEADLINES.get(phase.stage, ()))
-    ordered = sorted(phase.metrics.items(), key=lambda pair: (pair[0] not in first, pair[0] not in WORDS))
+    ordered = sorted(phase.metrics.items(), key=lambda pair: (pair[0] not in first, pair[0] not in TITLES))
     return [(TITLES.get(name, name), doc.number(value)) for name, value in ordered]
 
 
@@ -392,7 +392,8 @@ def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
         text, doc.line(doc.bold(phase.stage), *(f" · {part}" for part in (_seconds(phase), words) if part))
     )
     columns = fields(phase, before)
-    return title, doc.Either(columns, (_boxes(_ordered(phase)[:BOXES], _MIDDLE), columns, _beneath(phase, BOXES)))
+    boxes = [pair for pair in _ordered(phase)[:BOXES] if "/" not in pair[0]]  # those that have a title
+    return title, doc.Either(columns, (_boxes(boxes, _MIDDLE), columns, _beneath(phase, len(boxes))))
 
 
 _BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:4px;text-align:center;border:1px solid rgba("

@@ -45,7 +45,7 @@ function render({ model, el }) {
   const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
   let total = 0;
-  let group = null;  // of the last line drawn
+  let group = null, apart = false;  // of the last line drawn; whether each line names its prompt
   let spans = {};  // of rewards and advantages
   let asking = 0;
 
@@ -195,13 +195,15 @@ function render({ model, el }) {
         figures = new Set(columns.filter((name) => !["tokens", "reward"].includes(name) && page.rows.every(({ cells }) => name === "row" || typeof cells[name] !== "string")));
         table.style.setProperty("--reward", `${Math.max(0, ...page.rows.map(({ cells }) => said(cells.reward).length))}ch`);
         drawHeads();
+        // under an order that mixes the prompts, each sample names its own
+        apart = page.rows.filter((row, at) => row.group !== page.rows[at - 1]?.group).length > page.rows.length / 2;
         shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = ""; foot.colSpan = columns.length;
       }
       for (const row of page.rows) {
-        if (page.groups[row.group] && row.group !== group) body.append(over(row.group, page));
+        if (page.groups[row.group] && row.group !== group && !apart) body.append(over(row.group, page));
         group = row.group;
         shown.push(row.row);
-        body.append(lineOf(row));
+        body.append(lineOf(row, apart && page.groups[row.group]?.[0]));
       }
       count.textContent = `${total} of ${page.of} samples${page.same ? ` · the same in all: ${page.same}` : ""}`;
       mark();
@@ -247,12 +249,15 @@ function render({ model, el }) {
       return cell;
     }));
   }
-  const lineOf = (row) => make("tr", { onclick: () => pick(row.row) }, columns.map((name) => cellOf(name, row)));
-  function cellOf(name, row) {
+  const lineOf = (row, prompt) => make("tr", { onclick: () => pick(row.row) }, columns.map((name) => cellOf(name, row, prompt)));
+  function cellOf(name, row, prompt) {
     const value = row.cells[name], cell = make("td", { class: classOf(name) }, said(value));
     if (typeof value === "string" && value) cell.title = value;
     if (figures.has(name)) cell.classList.add("wb-figure");
-    if (name === "response" && value) cell.replaceChildren(endsOf(said(value)));
+    if (name === "response" && value) {
+      const asked = prompt ? [make("span", { class: "wb-hint", title: prompt }, prompt)] : [];
+      cell.replaceChildren(make("div", { class: "wb-answered" }, ...asked, endsOf(said(value))));
+    }
     if (value === null || value === undefined) return cell;
     if (name === "reward") cell.replaceChildren(...rewardOf(value, spans.reward, binary));
     if (name === "tokens" && row.strip?.levels.length) {

@@ -79,7 +79,7 @@ function render({ model, el }) {
     const rewards = face.groups.flatMap((one) => one.dots.map(([, reward]) => reward));
     const span = [Math.min(...rewards), Math.max(...rewards)];
     const all = make("button", { onclick: () => open(face.shown) }, "show the samples as a table");
-    const head = make("div", { class: "wb-bar" }, all, make("span", { class: "wb-hint" }, "groups whose rewards differ most come first; click a dot or an answer to open its sample"));
+    const head = make("div", { class: "wb-bar" }, all, make("span", { class: "wb-hint" }, rewards.length ? "groups whose rewards differ most come first; click a dot or an answer to open its sample" : "click an answer to open its sample"));
     const titles = rewards.length ? ["prompt", `rewards, ${said(span[0])} to ${said(span[1])}: mean ± deviation`, "best and worst answer"] : ["prompt", "", "first answer"];
     const names = titles.map((title) => make("div", { class: "wb-names" }, title));
     groups.replaceChildren(...(face.groups.length ? [head, ...names] : []), ...face.groups.map((one) => grouped(one, face.shown, span)));
