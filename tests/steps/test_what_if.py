@@ -102,6 +102,17 @@ def test_what_cannot_be_asked(stepper: wb.Stepper) -> None:
         early.what_if(clip_ratio_high=0.3)
 
 
+def test_a_trained_engine_has_its_weights_back(stepper: wb.Stepper) -> None:
+    early = stepper.fork().back(to="update_actor")
+    engine = stepper.fork().run().pipeline.learners()["actor"]
+    trained, changed = engine.state_id, {"clip_ratio_high": 0.5}
+    early.what_if(updates=1, **changed)
+    assert engine.state_id == trained
+    with pytest.raises(PipelineError, match="changes nothing"):
+        early.what_if()
+    assert engine.state_id == trained
+
+
 def test_states_in_files_give_the_same_result(stepper: wb.Stepper, monkeypatch: pytest.MonkeyPatch) -> None:
     before = stepper.what_if(clip_ratio_high=0.5, updates=2)
     kept: list[Any] = []

@@ -546,11 +546,11 @@ class Stepper(Shown):
         has not moved.
         """
         update_with(self._pipeline, changes)
-        if self.position > self._pipeline.index("update_actor"):
-            with self._lent():
+        with self._lent():
+            if self.position > self._pipeline.index("update_actor"):
                 return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)
-        self._align()
-        return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
+            self._align()
+            return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
 
     # --- episodes -------------------------------------------------------------------------
 
