@@ -214,7 +214,7 @@ def test_a_dump_is_looked_at_with_the_same_table(tmp_path: Path) -> None:
         assert "it is 2" in pages.page("row_1.html").sections[0].html()
     with pytest.raises(RunError, match="nothing at"):
         Pages(tmp_path / "none")
-    with pytest.raises(RunError, match=r"s3://b/a is not a folder of this machine.*fetch\(\) copies"):
+    with pytest.raises(RunError, match=r"s3://b/a is not a local folder.*fetch\(\) copies"):
         Pages("s3://b/a")
 
 

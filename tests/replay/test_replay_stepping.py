@@ -128,7 +128,9 @@ def test_what_cannot_be_made_is_refused_when_it_is_needed_and_says_what_is_there
         bare.stepper(4, at="old_log_prob").next()
     with pytest.raises(RunError, match="frozen model of the run is needed.*no folder"):
         bare.stepper(4, at="ref_log_prob").next()
-    with pytest.raises(RunError, match="weights after step 3 .*its trace is recorded: stepper.4, at='update_actor'"):
+    with pytest.raises(
+        RunError, match="weights after step 3 .*the trace of step 4 is recorded: stepper.4, at='update_actor'"
+    ):
         bare.stepper(4)
     s = bare.stepper(4, at="advantage").next()
     assert s.back(to="rollout").run(until="old_log_prob").trace["rollout"].reused

@@ -166,7 +166,7 @@ def test_a_recorded_block_that_names_code_or_an_address_is_not_obeyed(foreign: A
 )  # fmt: skip
 def test_a_record_names_no_function_but_those_that_compute(foreign: Any, place: str) -> None:
     folder, _ = foreign(lambda settings, folder: reward_of(settings).update(function={"function": place}))
-    assert f"made with {place}" in "\n".join(scored_again(folder).notes)
+    assert f"made with the function {place}" in "\n".join(scored_again(folder).notes)
 
 
 # --- models ----------------------------------------------------------------------------------------

@@ -240,7 +240,8 @@ def _refuse(media: Mapping[str, Any], where: str) -> None:
 
 
 class ServerManager:
-    """Samples inside an agent loop under verl's names; every loop has one as `server_manager`."""
+    """Samples inside an agent loop through verl's interface (the same method names); every loop has one as
+    `server_manager`."""
 
     def __init__(self, loop: AgentLoopBase) -> None:
         self._loop = loop

@@ -132,8 +132,8 @@ class Recording:
     _texts: dict[str, str] = field(default_factory=dict)
 
     def before(self, messages: Sequence[Message], first: str = "") -> tuple[AnswerNode | None, int, str]:
-        """Find the answer that a request continues; returns (that answer or None, how many of the messages it ends, the
-        hash of all messages).
+        """Find the answer that a request continues; returns (that answer or None, the number of messages up to and including
+        it, the hash of all messages).
 
         The messages after an answer must come from others: an assistant's message that was not sampled here begins a
         new sequence.
@@ -255,8 +255,8 @@ class PolicyTokens:
         return self._made[key]
 
     def for_template(self, message: Mapping[str, Any], recording: Recording) -> dict[str, Any]:
-        """Convert a message to the form that the chat template reads: where that writes no calls, the message becomes the
-        text with which the model wrote them."""
+        """Convert a message to the form that the chat template reads. If the template cannot write tool calls, the message's
+        content is the text in which the model wrote its calls."""
         if not message.get("tool_calls") or "tool_calls" in str(getattr(self.tokenizer, "chat_template", "")):
             return dict(message)
         written = recording.as_written(message)

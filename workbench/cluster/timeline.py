@@ -45,13 +45,14 @@ class Timeline(Shown):
 
     events: tuple[Event, ...]
     requests: tuple[QueuedRequest, ...] = ()
-    """Finished inference requests, in the order in which they were asked; an episode's turns are one each."""
+    """Finished inference requests, in the order in which they were made; each turn of an episode is one request."""
     left_out: int = 0
-    """Older requests, which are no longer kept."""
+    """The number of older requests that are no longer kept."""
 
     @property
     def start(self) -> float:
-        """When the first call began or the first request was asked, in seconds since the epoch; 0 where there is none."""
+        """When the first call began or the first request was made, whichever is earlier, in seconds since the epoch; 0 where
+        there is none."""
         return min([*(one.began for one in self.events), *(one.asked for one in self.requests)], default=0.0)
 
     def __len__(self) -> int:

@@ -91,7 +91,7 @@ output_dir | irrelevant | train(run) | each run has a new folder
 train_sampling_strategy | refused unless random | |
 {eval_delay,eval_on_start,prediction_loss_only,eval_do_concat_batches,eval_use_gather_object,eval_accumulation_steps,include_for_metrics,batch_eval_metrics,per_device_eval_batch_size} | irrelevant | train(test_freq) | validations score every held-out row, before the first step, too
 {average_tokens_across_devices,ds3_gather_for_generation,pad_to_multiple_of,save_on_each_node,enable_jit_checkpoint,full_determinism,use_cpu,local_rank} | irrelevant | engines.fsdp | the engine places the model on devices
-{ddp_find_unused_parameters,ddp_bucket_cap_mb,ddp_broadcast_buffers,ddp_static_graph,ddp_backend,ddp_timeout,fsdp,fsdp_config,deepspeed,accelerator_config,parallelism_config} | irrelevant | engines.fsdp | engines.fsdp shards the model over ranks
+{ddp_find_unused_parameters,ddp_bucket_cap_mb,ddp_broadcast_buffers,ddp_static_graph,ddp_backend,ddp_timeout,fsdp,fsdp_config,deepspeed,accelerator_config,parallelism_config} | irrelevant | engines.fsdp | the model is sharded over ranks by engines.fsdp
 {dataloader_drop_last,dataloader_num_workers,dataloader_pin_memory,dataloader_persistent_workers,dataloader_prefetch_factor,dataloader_multiprocessing_context,dataloader_in_order,ignore_data_skip,restore_callback_states_from_checkpoint} | irrelevant | | rows are in memory, and a resumed run continues at the same row
 {debug,skip_memory_metrics,do_train,do_eval,do_predict} | irrelevant | | only transformers' example scripts read these
 """

@@ -287,8 +287,9 @@ class DataProto(Value, Shown):
                 raise BatchError(f"part {number} has other columns than part 0", found=f"only in one: {', '.join(odd)}")
             for key, value in part.meta_info.items():
                 if key in meta and not same(meta[key], value):
-                    found = f"{describe(value)}, and before it {describe(meta[key])}"
-                    raise UnionConflict(f"meta_info {key!r} differs in part {number}", found=found)
+                    found = f"{describe(value)}, and in the earlier part {describe(meta[key])}"
+                    what = f"meta_info {key!r} of part {number} differs from that of an earlier part"
+                    raise UnionConflict(what, found=found)
                 meta[key] = value
         return first._new(
             {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},

@@ -81,8 +81,8 @@ class Pages:
 
     def __init__(self, source: str | Path, written: set[str] | None = None) -> None:
         if is_address(source):
-            do = f"wb.load_run({str(source)!r}).fetch() copies a run: look at the copy"
-            raise RunError(f"{source} is not a folder of this machine", do=do)
+            do = f"wb.load_run({str(source)!r}).fetch() copies a run to this machine: open the copy"
+            raise RunError(f"{source} is not a local folder", do=do)
         self.source, self.written = Path(source).resolve(), written
         self.dump: Any = None
         self._one = is_run(self.source)

@@ -427,7 +427,7 @@ def baseline(v: AuditView) -> Claims:
 
 
 def resample(v: AuditView) -> Claims:
-    """Check what is certain about randomly drawn rows: their rewards, and the share of different ones."""
+    """Check rows that are drawn at random: only their rewards and the share of distinct rows are checked."""
     rows = v.rows or []
     yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
     drawn = [v.before["reward"][row] for row in rows]

@@ -151,9 +151,6 @@ def _hash(file: Path) -> str:
     return f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
-_NAME_ALONE = ", which cannot be made of the run folder alone"
-
-
 class MissingStage(BaseStage):
     """Placeholder for a recorded stage that cannot be made again, such as a reward function from a notebook cell.
 
@@ -215,15 +212,15 @@ class MissingStage(BaseStage):
                 return self._remake(changes)
             except _Gone as gone:
                 what = str(gone)
-        found = f"it was made with {what}{_NAME_ALONE}"
-        raise PipelineError(f"settings of stage {self.name!r} cannot be changed", found=found, do=self._advice())
+        raise PipelineError(f"settings of stage {self.name!r} cannot be changed", do=self._advice(what))
 
-    def _advice(self) -> str:
+    def _advice(self, what: str) -> str:
         lacks = [key for key, one in self._record["arguments"].items() if _lacks(one)]
         again = f"replace({self.name!r}, {', '.join(f'{key}=…' for key in lacks)})" if lacks and self._remake else ""
         if "own" in self._record:
             again = f"run the cell that defines {self._record['own'][0]} and do this again"
-        return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with another stage or function")))
+        ways = " or ".join(filter(None, (again, f"replace({self.name!r}, …) with another stage or function")))
+        return f"the stage was made with {what}, which cannot be made again from the run folder alone: {ways}"
 
     def __call__(self, batch: DataProto) -> Outcome:
         """Return the recorded outputs where the batch equals the recorded one, with the metric `recorded/<stage>` = 1.
@@ -232,10 +229,10 @@ class MissingStage(BaseStage):
         """
         differing = self._differing(batch)
         if self._phase is None or differing:
-            what, found = f"stage {self.name!r} of the run cannot be run again here", f"it was made with {self.what}"
+            what = f"stage {self.name!r} of the run cannot be run again here"
             expected = f"the recorded {', '.join(differing)} as its input, to reuse its outputs" if differing else None
-            found = f"{'other input; ' if differing else ''}{found}{_NAME_ALONE}"
-            raise PipelineError(what, expected=expected, found=found, do=self._advice())
+            found = "other values" if differing else None
+            raise PipelineError(what, expected=expected, found=found, do=self._advice(self.what))
         metrics: dict[str, Metric | float] = {**self._phase.metrics, f"recorded/{self.name}": 1.0}
         if self._phase.rows is not None:
             return Outcome(self._phase.batch, metrics, self._phase.rows)
@@ -398,13 +395,13 @@ def _function(place: str) -> Any:
     """
     module, _, name = place.partition(":")
     if not place.startswith(FUNCTIONS):
-        raise _Gone(place)
+        raise _Gone(f"the function {place}")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):  # it has moved since
-        raise _Gone(place) from None
+        raise _Gone(f"the function {place}") from None
     if place_of(function) != place:  # of another module, which this one imports
-        raise _Gone(place)
+        raise _Gone(f"the function {place}")
     return function
 
 

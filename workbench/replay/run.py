@@ -483,7 +483,8 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> 
     except RunError as error:
         if trace is None or not trace.names:
             raise
-        do = f"its trace is recorded: stepper({step}, at={trace.names[-1]!r}) opens it without weights"
+        opens = f"stepper({step}, at={trace.names[-1]!r}) opens the trace without weights"
+        do = f"the trace of step {step} is recorded: {opens}"
         raise RunError(str(error), do=do) from error
     settings = read_settings(folder)
     weights = Weights(folder, step, settings["engines"], None, (), trust)
@@ -644,7 +645,7 @@ class Run(Shown):
         return self._files.address
 
     def fetch(self) -> Path:
-        """Copy the whole run if it is at an address; returns its folder on this machine."""
+        """Copy the whole run to this machine if it is at a remote address (`hf://…`, for example), and return its local folder."""
         self._files.fetch()
         return self._files.local
 

@@ -538,7 +538,7 @@ def win_rate(judge: PairwiseJudge, batch: DataProto, against: DataProto) -> Esti
     same = len(mine) == len(theirs) and all(a["prompt"] == b["prompt"] for a, b in zip(mine, theirs, strict=True))
     if not same:
         rows = f"{len(mine)} and {len(theirs)} rows of prompts that differ"
-        raise DataError("the batches of win_rate", expected="the same prompts in the same order", found=rows)
+        raise DataError("win_rate needs two batches with the same prompts in the same order", found=rows)
     pairs = [{**row, "uid": number} for number, two in enumerate(zip(mine, theirs, strict=True)) for row in two]
     found = judge.judge(pairs)[::2]
     return stats.share((number, (one.value + 1) / 2) for number, one in enumerate(found) if one.scored)

@@ -132,16 +132,16 @@ def _prompts(parts: Sequence[Rows], rollout: Any, *, ratios: bool) -> list[tuple
 
 
 def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
-    """Raise `SettingError` where a learner has `routing_replay` but its rows do not record through which experts tokens
-    were routed (given targets, agents' episodes).
+    """Raise `SettingError` where a learner has `routing_replay` but its rows do not record the experts of each token (given
+    targets, agents' episodes).
     """
     replays = any(
         one.describe().get("routing_replay") for one in pipeline.learners().values() if isinstance(one, Described)
     )
     if replays and (isinstance(rollout, DataResponses) or not getattr(rollout, "records_routing", True)):
         kind = "given targets" if isinstance(rollout, DataResponses) else "agents' episodes"
-        expected, do = "rows of single responses, which say how they were routed", "set it False for the learner"
-        raise SettingError("routing_replay of a learner", expected=expected, found=kind, do=do)
+        what = "routing_replay needs rows that record the experts of each token"
+        raise SettingError(what, found=kind, do="set routing_replay=False for the learner")
 
 
 _LAST = ("truths", "reward function")

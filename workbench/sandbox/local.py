@@ -103,7 +103,8 @@ class LocalSandbox(SyncSandbox):
         self.disk_limit_mb = disk_limit_mb
         self.packages = packages
         if sys.platform != "linux":
-            what, expected = "model code cannot be run on this system", "Linux, whose namespaces isolate a program"
+            what = "code that a model wrote cannot run on this system"
+            expected = "Linux, whose namespaces isolate a program"
             raise SandboxError(what, expected=expected, found=sys.platform, do=_ELSEWHERE)
         self.threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
         self.python, self.tier = "", ""

@@ -402,7 +402,7 @@ class Stepper(Shown):
 
     @property
     def batch(self) -> DataProto:
-        """The batch after the last phase."""
+        """The batch after the last phase that has run."""
         return self._trace.batch
 
     @property

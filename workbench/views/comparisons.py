@@ -461,8 +461,8 @@ def audit(audit: Audit) -> doc.Part:
 
 
 def diagnosis(diagnosis: Diagnosis) -> doc.Part:
-    """Build the display of a `Diagnosis`: for each cause how sure it is, the numbers, the line to look with, and what
-    to change.
+    """Build the display of a `Diagnosis`: for each cause how sure it is, the numbers, the line of code that shows it,
+    and what to change.
     """
     head = "Nothing found." if not diagnosis.findings else doc.counted(len(diagnosis.findings), "finding")
     found = [

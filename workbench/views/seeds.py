@@ -165,7 +165,9 @@ def _curves(name: str, runs: Sequence[Run], metric: str) -> dict[int, Curve]:
         series = Series(name, rows, "")
         steps, values = series.points(metric)
         if not len(steps):
-            raise SettingError(unknown("metric of this run", metric, [key for row in rows[-1:] for key in row]))
+            raise SettingError(
+                unknown(f"metric of the run {run.path}", metric, dict.fromkeys(key for row in rows for key in row))
+            )
         curves[seed] = dict(zip(map(int, steps), map(float, values), strict=True))
     return curves
 

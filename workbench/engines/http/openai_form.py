@@ -220,7 +220,8 @@ def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     name = "*" if choice == "required" else function.get("name") if isinstance(function, Mapping) else None
     names = [str(tool["function"]["name"]) for tool in tools]
     if not names or name not in ("*", *names):
-        expected = f"auto, none, required or one of the tools {', '.join(names) or '(there are none)'}"
+        tooled = f"auto, none, required or one of the tools {', '.join(names)}"
+        expected = tooled if names else "auto or none, because the request has no tools"
         raise Refusal(400, f"tool_choice: expected {expected}; found {choice!r}"[:300], "unsupported", "tool_choice")
     return str(name)
 

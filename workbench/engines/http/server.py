@@ -126,7 +126,9 @@ def checked(reply: ServerReply, request: Request, tops: int, rows: int) -> Serve
     if reply.finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"the reply has finish_reason {reply.finish_reason!r}; expected stop, length or abort")
     if not count and reply.finish_reason != "abort":
-        raise ValueError(f"the reply has no tokens, but finish_reason {reply.finish_reason!r}")
+        raise ValueError(
+            f"the reply has no tokens and finish_reason {reply.finish_reason!r}; expected finish_reason abort"
+        )
     if tops and len(reply.tops) != count:
         raise ValueError(f"the reply has {count} tokens, but {len(reply.tops)} lists of top log-probs")
     for token, value in zip(reply.ids, reply.log_probs, strict=True):

@@ -136,7 +136,7 @@ class Waves(Generic[Q, A]):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def ask(self, question: Q) -> A:
-        """Ask one question as part of the next wave, and return its answer."""
+        """Put one question into the next wave (questions that are answered together), and return its answer."""
         if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: the queue lives in ours
             there = asyncio.run_coroutine_threadsafe(self.ask(question), runtime.loop())
             return await asyncio.wrap_future(there)
