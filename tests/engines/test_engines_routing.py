@@ -154,7 +154,8 @@ def test_pipelines_whose_rows_are_not_routed_are_refused_before_work_starts(
     agents = functools.partial(wb.recipes.grpo, agent=ToolAgent())
     pipe = (wb.recipes.sft if kind == "given targets" else agents)(learner)
     with pytest.raises(
-        SettingError, match=f"routing_replay needs rows that record the experts.*; found {kind}; set routing_replay=False"
+        SettingError,
+        match=f"routing_replay needs rows that record the experts.*; found {kind}; set routing_replay=False",
     ):
         wb.train_blocking(pipe, rows, steps=1, batch_size=2, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -377,7 +377,8 @@ _SUMMARY = "What has been done so far: "
 
 @dataclass
 class Past:
-    """One finished sequence of an episode of several: the chat that its prompt was made of, and its transcript."""
+    """One finished sequence of an episode that has several: the chat that its prompt was made of, and its
+    transcript."""
 
     messages: list[dict[str, Any]]
     transcript: Transcript

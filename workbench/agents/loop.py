@@ -174,8 +174,7 @@ class AgentLoopBase(Remembering, Shown):
         return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"])
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return {}: the pictures and films that a processor finds in a chat, of which there are none without one, as
-        in verl."""
+        """Return {}, which means no pictures and no videos, as verl does for a model without a processor."""
         return {}
 
     process_multi_modal_info = process_vision_info

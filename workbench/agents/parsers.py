@@ -348,8 +348,8 @@ class ReActParser(FindsCalls):
 
 
 def matching_tags(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
-    """Map the place where an opening tag ends to the closing tag that belongs to it, from `start` on, where one opening
-    tag ends.
+    """Match opening and closing tags of a text, from `start` on, where an opening tag ends: place where an opening tag
+    ends → its closing tag.
 
     `tags` is the pattern of both kinds; its group 1 matches opening tags alone.
     """
@@ -363,7 +363,8 @@ def matching_tags(tags: re.Pattern[str], text: str, start: int, place: int = 0) 
 
 
 def next_mark(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
-    """Return where the next call (`opening`) or reasoning begins, or where reasoning or else the text ends."""
+    """Return the place of the next beginning of a call (`opening`), beginning of reasoning or end of reasoning; without
+    any of these, the end of the text."""
     other = opening.search(text, place) if opening else None
     end = other.start() if other else len(text)
     mark = _MARK.search(text, place, end)
@@ -586,8 +587,8 @@ def _json_token(token: re.Match[str], named: bool) -> str:
 
 
 def unescaped(text: str) -> str:
-    r"""Replace the escapes of JSON and Python (`\\n`, `\\u00e9`) in the text between the quotes of a string by what they
-    mean."""
+    r"""Replace the escapes of JSON and Python (`\\n`, `\\u00e9`) in the text between the quotes of a string by the
+    characters that they stand for."""
     return _ESCAPE.sub(_character, text)
 
 

@@ -51,8 +51,8 @@ Message = Mapping[str, Any]
 
 @dataclass(eq=False)
 class AnswerNode:
-    """One answer of the policy in the tree of an episode's requests, and the token ids that it read since the answer
-    before."""
+    """One answer of the policy in the tree of an episode's requests, and the token ids that the policy read since the
+    previous answer."""
 
     parent: AnswerNode | None
     heard: tuple[int, ...]
@@ -380,8 +380,8 @@ _LONGEST = 1 << 20
 
 @dataclass
 class Limits:
-    """Limits of an episode behind an endpoint. A request beyond them is refused (HTTP 400), and the finish reason says
-    so."""
+    """Limits of an episode behind an endpoint. A request that exceeds a limit is refused (HTTP 400), and the finish
+    reason says so."""
 
     max_assistant_turns: int | None = None
     """Most answers in an episode, of all its sequences together."""
@@ -444,8 +444,8 @@ class PolicySession:
         return (await self.answer(request)).whole(request)
 
     async def answer(self, chat: ChatRequest, connection: HttpRequest | None = None, live: Live | None = None) -> Reply:
-        """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. `live` gets the
-        tokens on the way, where the sampler gives them. Raises `Refusal`."""
+        """Answer a request by sampling, and record it; a repeated request gets the recorded answer again. `live` gets
+        the tokens while they are sampled, if the sampler reports them. Raises `Refusal`."""
         tools = json.dumps([chat.tools, chat.switches, chat.raw is None], sort_keys=True, default=str)
         parent, taken, name = self.recording.before(chat.messages, tools)
         choices = (chat.calls, chat.force, chat.response_format, chat.parallel, chat.top_logprobs)

@@ -1,4 +1,5 @@
-"""Engines and rewards on a cluster: which worker holds which part of a model, and what a recipe gets for it.
+"""Engines and rewards on a cluster: which worker holds which part of a model, and the objects that a recipe uses in its
+place.
 
 To a stage it is an engine like `engines.local`; its parts are a worker group of FSDP ranks, and workers that sample. The
 workers of a reward score the rows of a batch side by side, and the scores come back in the rows' order.

@@ -1,4 +1,5 @@
-"""What a layout would give: a discrete-event model of rollout, reward and training, which needs no cluster and no model.
+"""Estimates the speed of layouts by a discrete-event model of rollout, reward and training, which needs no cluster and
+no language model.
 
 Samplers are replicas with slots: first come, first served, a prompt's group on one replica, as `engines.workers`
 share them out. All requests of a replica get their next token together, after `Rates.token_seconds(n)` for n of them.
@@ -607,7 +608,8 @@ class Simulation(Shown):
 
 
 def simulate(*layouts: Layout, rates: Rates, steps: int = 20, seed: int = 0) -> Simulation:
-    """Predict what layouts would give: seconds per step, which parts are idle, how old the rows are. Needs no cluster.
+    """Simulate layouts, and estimate for each seconds per step, which parts are idle, and how old the rows are. Needs
+    no cluster.
 
     All layouts get the same prompts, with the same response lengths and reward times. Raises `SettingError` for
     impossible numbers.

@@ -1,4 +1,5 @@
-"""Looks at a cluster at work: its nodes, pools, workers, calls that are out, logs, and torch's profiles of a group."""
+"""Looks at a cluster at work: its nodes, pools, workers, calls without an answer yet, logs, and torch's profiles of a
+group."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ UNPROVEN = (
 
 
 def unproven() -> str:
-    """Say what no GPU has run yet, and what to run."""
+    """Return a sentence that lists what no GPU has run yet, and names the script that tries it."""
     check = "tests/benchmarks/gpu_first_day.py tries most of it in ten minutes"
     return f"no GPU has run yet: {', '.join(UNPROVEN)}; {check}"
 

@@ -116,8 +116,9 @@ class Pausing(Receiving, Generates):
         return await runtime.unless_interrupted(self._let_in(lambda: self._answered(request)))
 
     async def prompt_log_probs(self, ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        """Return for each place of a prompt token → log-prob, in nats, of its token and of the k likeliest: of the raw logits, by a
-        vLLM. {} at the first place. Raises `EngineError` where vLLM refuses."""
+        """Return, for each position of a prompt, a dict token id → log-prob in nats, of the prompt's token and of the k
+        most probable tokens, from vLLM's raw logits; {} at the first position. Raises `EngineError` where vLLM
+        refuses."""
         return await self._let_in(lambda: self._of_prompt(ids, k))
 
     def teacher(self) -> ServedTeacher:

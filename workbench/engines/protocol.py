@@ -443,8 +443,9 @@ class WholeTeacher(Protocol):
     `stages.Divergence`."""
 
     def distributions(self, rows: DataProto, temperature: float = 1.0) -> Callable[[slice], torch.Tensor]:
-        """Run the model over a micro-batch, and return a function: of a slice of its N response tokens, in the rows' order,
-        the log-probs of every next token, [n, V] float32, which the caller overwrites."""
+        """Run the model over a micro-batch, and return a function. The function takes a slice of the micro-batch's N
+        response tokens, in the rows' order, and returns the log-probs of every next token, [n, V] float32, which the
+        caller overwrites."""
 
 
 @runtime_checkable

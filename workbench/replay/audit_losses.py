@@ -1,4 +1,4 @@
-"""The second reading of updates: losses, clipping and KL, token by token; and of rollout correction, as verl has it.
+"""Independent formulas for updates (losses, clipping and KL, token by token), and for rollout correction as in verl.
 
 As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`. A row's own log-probs of its
 last pass are recorded (`new_log_probs`), and those of the passes before (`new_log_probs/1`, …), so that an update is recomputed whole.
@@ -114,7 +114,7 @@ def _earlier(v: AuditView) -> list[str]:
 
 
 def minis(v: AuditView, role: str) -> list[Sequence[int]] | None:
-    """Return the rows of each optimizer step; each pass counts on behind the rows of the one before.
+    """Return the rows of each optimizer step; the rows of a pass are numbered after the rows of the previous pass.
 
     None where some step's log-probs are not recorded: a step was skipped, or there were several passes
     without a column of each, except two passes of one step each whose first has the old log-probs.

@@ -1,4 +1,5 @@
-"""The second reading of rollouts, rewards, filters, log-probs and advantages, a generator of claims per stage.
+"""Independent formulas for rollouts, rewards, filters, log-probs and advantages: one generator of claims for each
+stage.
 
 As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`.
 """

@@ -1,4 +1,5 @@
-"""Talk to a model, and to what it was before: `chat(run)` answers each message with both, and scores and keeps what they say.
+"""Chat with a trained model and with the same model before training: `chat(run)` answers each message with both models,
+and scores and saves their answers.
 
 An answer is one episode of a rollout: of one turn, or with an agent's tools as in training. So it has the rollout's columns,
 which rewards read, and its tokens have log-probs.
@@ -44,8 +45,8 @@ _PASSED_ON = ("max_length", "path", "processor", "template_switches")
 
 
 class Heard:
-    """Wraps a sampler: if it can stream, the text of its responses and what tools answered is passed on while it is
-    sampled.
+    """Wraps a sampler. If the sampler can stream, the wrapper passes on the text of responses and the tools' answers
+    while a response is sampled.
     """
 
     def __init__(self, sampler: Sampler, on_text: Callable[[str], None]) -> None:

@@ -418,7 +418,8 @@ def constant_reward(seen: Evidence) -> Iterator[Finding]:
 
 
 def paid_length(seen: Evidence) -> Iterator[Finding]:
-    """Find a reward that follows the length of the response: among a prompt's responses both correlate by 0.85 or more."""
+    """Find a reward that follows the length of the response: among a prompt's responses reward and length correlate by
+    0.85 or more."""
     sizes: dict[str, Callable[[Row], float]] = {
         "tokens": lambda row: row.tokens,
         "characters": lambda row: len(row.text),
@@ -537,7 +538,8 @@ def repeated_calls(seen: Evidence) -> Iterator[Finding]:
 
 
 def repeated_words(seen: Evidence) -> Iterator[Finding]:
-    """Find responses that say the same words again and again: over half of their runs of four words were there before."""
+    """Find responses that repeat themselves: over half of their sequences of four words occur earlier in the same
+    response."""
     texts = [words for row in seen.samples if len(words := row.text.split()) >= 24]
     looping = sum(2 * len(set(zip(*(words[at:] for at in range(4)), strict=False))) < len(words) - 3 for words in texts)
     if len(texts) >= ENOUGH and looping > 0.3 * len(texts):
@@ -549,7 +551,7 @@ def repeated_words(seen: Evidence) -> Iterator[Finding]:
 
 
 def small_batches(seen: Evidence) -> Iterator[Finding]:
-    """Find updates of so few responses that the gradient is mostly noise, where the run shows it."""
+    """Find updates of so few responses that the gradient is mostly noise, if the symptoms of the run show noise."""
     size = (seen.settings.get("train") or {}).get("batch_size")
     group = ((seen.settings.get("stages") or {}).get("rollout") or {}).get("group_size")
     noisy = ("the gradient jumps", "reward has fallen")

@@ -1,4 +1,4 @@
-"""A run's model in a folder of its own, and on the Hugging Face hub with a card of what the run knows: base, data, held-out
+"""Saves a run's model to a folder, and publishes it on the Hugging Face hub with a model card: base, data, held-out
 rewards, recipe as a table and as code, curves, reward, findings.
 """
 

@@ -425,8 +425,8 @@ def sharded_here(record: Mapping[str, Any]) -> bool:
 def opened(
     path: str | Path, record: Mapping[str, Any], trust: Trust = STRANGER, door: Callable[..., Any] = local
 ) -> Any:
-    """Open a model folder as a learner with a recorded engine's settings: sharded where it was and this machine can,
-    else by `door`.
+    """Open a model folder as a learner with a recorded engine's settings: sharded if the recorded engine was sharded
+    and this machine has enough devices, else by `door`.
 
     Raises `RunError` for a setting that no such engine has, and `Untrusted` for code of the model without `trust`.
     """
@@ -506,7 +506,7 @@ class LateFrozen:
 
     @property
     def template_switches(self) -> Mapping[str, Any]:
-        """Further arguments of its chat template."""
+        """Further arguments of the frozen model's chat template."""
         return switches_of(self._opened())
 
     def top_log_probs(self, *args: Any, **options: Any) -> Any:

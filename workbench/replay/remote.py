@@ -130,16 +130,18 @@ class RunFiles:
         """Where its files are read."""
 
     def look(self) -> None:
-        """Make the folder's JSON files present in their current state; nothing to do on this machine."""
+        """Make the folder's JSON files present in their current state; nothing to do for a local folder."""
 
     def index(self) -> None:
-        """Make present what says which steps, checkpoints and validations there are; nothing to do on this machine."""
+        """Make the files present that name the run's steps, checkpoints and validations; nothing to do for a local
+        folder."""
 
     def fetch(self, *names: str) -> None:
-        """Make folders or files of these names present, without a name all; nothing to do on this machine."""
+        """Make the folders or files of these names present, or without a name all of the run; nothing to do for a local
+        folder."""
 
     def fetch_steps(self, part: str, *steps: int) -> None:
-        """Make the folders of these steps in `traces` or `checkpoints` present; nothing to do on this machine."""
+        """Make the folders of these steps in `traces` or `checkpoints` present; nothing to do for a local folder."""
 
     def locked(self) -> bool:
         """Return whether a process is writing the run."""

@@ -137,8 +137,8 @@ class Weights:
                 self._calls -= 1
 
     def close(self) -> None:
-        """Write the engines' present states to files, unless they are recorded, and give the engines up; nothing where one
-        is being used. The next use opens them again with these states.
+        """Write the engines' present states to files, unless they are recorded, and give the engines up. Does nothing
+        while an engine is being used. The next use opens them again with these states.
         """
         with self._lock:
             if self._engines is None or self._calls:
@@ -703,7 +703,8 @@ class Run(Shown):
         return read_dump(there[wanted])
 
     def rollouts(self, steps: Iterable[int] | int | None = None, *, held_out: bool = False) -> DataProto:
-        """The samples of recorded steps, with their rewards, as one batch: a replay buffer, and `views.samples` opens it.
+        """The samples of recorded steps, with their rewards, as one batch, for example as a replay buffer;
+        `views.samples` opens the batch.
 
         Column `from_run` says run, step, row, uid and policy version of each. `steps` are those of `run.traces`; None: all.
         Raises `RunError` where the run has no recorded samples or rewards, and without `held_out` where a sample answers a
@@ -719,7 +720,7 @@ class Run(Shown):
         *,
         held_out: bool = False,
     ) -> Rows:
-        """The k best different answers of each prompt, of a reward of at least `above`, as rows for `recipes.sft`
+        """The k best different answers of each prompt, with a reward of at least `above`, as rows for `recipes.sft`
         (rejection sampling).
 
         A row has its prompt, the answer as its target, and in `extra_info["from_run"]` where it comes from, with the reward;
@@ -788,7 +789,8 @@ class Run(Shown):
         update: bool = False,
         dry_run: bool | None = None,
     ) -> publishing.Publication:
-        """Upload the trained model to a repository `owner/name` of the Hugging Face hub, with a card; writes what and where first.
+        """Upload the trained model to a repository `owner/name` of the Hugging Face hub, with a card; prints first what
+        is uploaded and where.
 
         All files arrive as one commit, and a new repository is private until then. After an interruption the same call goes on:
         what has arrived is not sent again. The token is that of the hub's own login (`hf auth login`), and is written nowhere.
@@ -830,7 +832,8 @@ class Run(Shown):
         return diagnosed(gathered(rows, batches, died=died, **known))
 
     def history(self, prompt: Any) -> Any:
-        """Show how one prompt's answers changed: its samples at every step or validation that drew it and kept them.
+        """Show how one prompt's answers changed: the samples of the prompt at every step or validation that drew it and
+        recorded its samples.
 
         `prompt` is a uid, the prompt's text (or a part that no other prompt has), a sample of any view
         (`samples(x).row(7)`), or a line of its table. A uid names one draw of a data row; the history joins all draws
@@ -923,8 +926,8 @@ class Run(Shown):
         return "stopped" if summary.get("stopped") else "finished"
 
     async def follow(self, every: float = 2.0) -> Run:
-        """Show progress and curves of a run that another process is writing, until it ends; read every `every` seconds.
-        `await` it.
+        """Show progress and curves of a run that another process is writing, until the run ends; the run is read every
+        `every` seconds. Call it with `await`.
         """
         steps = int(self.settings["train"]["steps"])
         live, seen = shows(self, "live", steps), 0
@@ -1012,8 +1015,8 @@ def find_runs(folder: str | Path = "runs") -> list[Path]:
 
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
-    """Make a DataFrame with one row per run: state, steps, held-out rewards, the last training reward and all of them as
-    blocks of their height, the number of symptoms that the run shows now, seconds; then the settings in which the
+    """Make a DataFrame with one row per run: state, steps, held-out rewards, the last training reward, all training
+    rewards as a line of bars, the number of symptoms that the run shows now, seconds; then the settings in which the
     runs differ, and the parameters of their notebooks that no setting shows. `folder` may be an address (`s3://…`).
 
     A run that cannot be read has the error as its state.

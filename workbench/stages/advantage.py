@@ -160,7 +160,7 @@ class Advantage(BaseStage):
             self._controller.load_state(dict(state))
 
     def with_function(self, function: Callable[..., Any]) -> Advantage:
-        """Return a copy of the stage with another estimator, which keeps the settings that it has, too."""
+        """Return a copy of the stage with another estimator; settings that both estimators have are kept."""
         known = parameters_of(function, f"estimator {describe(function)}", PipelineError)
         settings = {name: value for name, value in self.estimator_settings.items() if name in known}
         mine = {

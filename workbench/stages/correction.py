@@ -166,7 +166,7 @@ class CorrectionSettings(Settings):
 
 
 class RolloutCorrection(BaseStage):
-    """Measure the gap between sampler and trainer every step; weight or reject tokens and rows where asked.
+    """Measure the gap between sampler and trainer every step; weight or reject tokens and rows if the settings say so.
 
     verl's `algorithm.rollout_correction`, decoupled: from `old_log_probs` and `rollout_log_probs` over `response_mask`.
     Without arguments it only measures. Formulas and names of metrics: `functional.correction`. The settings are those of

@@ -186,7 +186,8 @@ class Resample(BaseStage):
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's. They may lack prompts.
+    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's. The batches may lack
+    prompts.
 
     A reward part or extra that only some batches have is NaN or `MISSING` in the others.
     """

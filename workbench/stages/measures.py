@@ -1,4 +1,4 @@
-"""verl's data metrics of a batch, as far as its columns are there: lengths, scores, advantages, values.
+"""verl's data metrics, for the columns that a batch has: lengths, scores, advantages, values.
 
 A stage reports those of what it wrote; a run's row has all of them, of the batch as it is after the last stage. A name of verl
 means what it means there (`docs/verl.md`, compared by a test). Rows that were not scored, which verl does not have, are in no

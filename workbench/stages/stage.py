@@ -1,4 +1,5 @@
-"""A stage maps a `DataProto` to a `DataProto` plus metrics: the protocol, and a base class that keeps most of it.
+"""A stage maps a `DataProto` to a `DataProto` plus metrics: the protocol, and a base class that implements most of the
+protocol.
 
 `stage`: a function of a cell or a file as a stage; at the front it is `wb.stage`.
 """

@@ -92,8 +92,8 @@ def learning_mode(model: Any, packed: bool) -> Iterator[None]:
 
 
 class LossScale:
-    """What a loss is multiplied by, so that float16 holds its small gradients: doubled after 2,000 finite ones in a row, halved
-    after one that overflows, as by `torch.amp.GradScaler`.
+    """The factor by which a loss is multiplied, so that float16 can represent its small gradients. The factor doubles
+    after 2,000 finite gradients in a row and halves after a gradient that overflows, as in `torch.amp.GradScaler`.
 
     Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
     """
@@ -106,7 +106,7 @@ class LossScale:
         """Finite gradients since it last changed."""
 
     def update(self, finite: bool) -> None:
-        """Count the gradient of a step."""
+        """Adjust the factor after a step, whose gradient was `finite` or not."""
         self.finite = self.finite + 1 if finite else 0
         if not finite:
             self.value /= 2
@@ -170,7 +170,7 @@ class Optimizer:
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied by before its backward pass: 1 unless forward passes are in float16."""
+        """The factor by which a loss is multiplied before its backward pass: 1 unless forward passes are in float16."""
         return self._scaling.value if self._scales else 1.0
 
     @property
@@ -190,8 +190,9 @@ class Optimizer:
                 parameter.grad.div_(self.scale)
 
     def finite(self, compute: Callable[[], T]) -> T:
-        """Return what `compute()`, which makes gradients, returns, at the largest loss scale from the present one down to 1
-        at which they are finite. The present one holds again afterwards."""
+        """Call `compute()`, which computes gradients, and return its result. While the gradients are not finite, the
+        loss scale is halved, down to 1, and `compute()` is called again; afterwards the loss scale has its old
+        value."""
         scaling = self._scaling
         self._scaling = LossScale(scaling.value)
         try:

@@ -72,7 +72,7 @@ ROLES = ("actor", "reward_model")
 
 
 def check_hub(name: str) -> None:
-    """Raises `EngineError`, saying why, where a model is neither in the local cache nor on the Hugging Face hub.
+    """Raise `EngineError`, with the reason, if a model is neither in the local cache nor on the Hugging Face hub.
 
     Sends one request without retries (transformers itself tries for more than a minute), and none for what is cached or where `HF_HUB_OFFLINE` is set.
     """
@@ -194,8 +194,8 @@ def _streamed(config: Any, path: str | Path, settings: Any, adapted: bool, optio
 
 
 def halve_frozen(model: Any, settings: Any) -> None:
-    """Keep the frozen matrices of a model in the precision of its passes where `base_dtype` says so. Embeddings, whose rows no
-    product rounds, stay."""
+    """Convert the frozen matrices of a model to the precision of its forward passes, if `base_dtype` says so.
+    Embeddings are not converted, because no matrix product rounds their rows."""
     whole = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     kind = getattr(torch, settings.precision(chosen_device(settings.device)))
     for parameter in model.parameters() if settings.base_dtype != "float32" else ():

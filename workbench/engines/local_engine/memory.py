@@ -65,8 +65,8 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int) -> dict[
 
 
 def moments_of(trained: int, settings: LocalSettings) -> int:
-    """Bytes of Adam's moments of `trained` bytes of float32 weights: twice as many, or in 8 bits a byte each and the largest
-    values of blocks."""
+    """Bytes of Adam's two moments for `trained` bytes of float32 weights: twice `trained`, or in 8 bits one byte per
+    value and the largest value of each block."""
     return 2 * trained if settings.optimizer == "adamw" else trained * 65 // 128
 
 
@@ -91,8 +91,8 @@ def pass_tokens(model: Any, settings: LocalSettings, kind: str, free: int, shard
 
 
 def pass_size(most: int, activations: int, room: int) -> int:
-    """Compute the token budget of a pass whose activations take at most `room` bytes, where those of `most` tokens take
-    `activations`: a power of two, at least `LEAST`, at most `most`."""
+    """Compute the token budget of a pass whose activations take at most `room` bytes, if the activations of `most`
+    tokens take `activations` bytes: a power of two, at least `LEAST`, at most `most`."""
     return min(max(1 << max(most * room // activations, 1).bit_length() - 1, LEAST), most)
 
 

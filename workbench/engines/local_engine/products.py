@@ -43,7 +43,8 @@ FASTER = LAYS and _PROCESSORS.is_file() and "AuthenticAMD" in _PROCESSORS.read_t
 
 
 def use_faster_products(model: nn.Module) -> None:
-    """Let the linear layers of a model on a CPU multiply by `product` and laid out weights, where that is faster."""
+    """Let the linear layers of a model on a CPU compute by `product`, with weights in the library's order, where this
+    is faster than torch."""
     for part in model.modules() if LAYS else ():
         if type(part) is nn.Linear:
             part.__class__ = Linear
@@ -51,8 +52,9 @@ def use_faster_products(model: nn.Module) -> None:
 
 @contextmanager
 def weights_laid_out(model: nn.Module, rows: int, tokens: int) -> Iterator[None]:
-    """Context manager: keeps each weight, once this thread has multiplied by it, in the library's order until the end; the
-    weights must not change inside. Nothing is kept for a single row or few tokens, or where an eighth of the free memory would not do.
+    """Context manager: keeps each weight, once this thread has multiplied by it, in the library's order until the end;
+    the weights must not change inside. Nothing is kept for a single row or few tokens, or if the weights would need
+    more than an eighth of the free memory.
     """
     half = torch.is_autocast_enabled("cpu")
     size = sum(part.weight.numel() for part in model.modules() if type(part) is Linear) * (2 if half else 4)

@@ -243,7 +243,7 @@ def decode(
 @contextmanager
 def casts_kept(model: Any) -> Iterator[None]:
     """Context manager: lets autocast cast each weight once for a whole wave. Autocast caches casts only of weights that
-    require gradients, so inside all of them do."""
+    require gradients, so inside the block all weights require gradients."""
     on = torch.is_autocast_enabled(model.device.type)
     frozen = [
         parameter

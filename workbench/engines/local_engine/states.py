@@ -1,4 +1,4 @@
-"""A learner's states: on disk, held, and the way back to one, bit for bit.
+"""A learner's states: saved on disk, kept in memory, and restored bit for bit.
 
 On disk a state is `engine.json`, and tensors in one file (local engine) or in one file a rank (FSDP engine):
 
@@ -165,8 +165,8 @@ class Learned:
 
 
 class Replay:
-    """A snapshot that stores a held state, `base`, and the optimizer steps (`updates`) that lead from it to the state
-    that is meant."""
+    """A snapshot that stores an earlier state, `base`, and the optimizer steps (`updates`) that lead from `base` to the
+    state of the snapshot."""
 
     kind = "replay"
 
