@@ -26,7 +26,7 @@ def tables() -> str:
             fine = ", ".join(f"`{one}`" for one in values.split())
             note = f"may only be {fine}" + (f"; {note}" if note else "")
         rows.append(f"| {named} | {f'`{place}`' if place else '—'} | {note} |")
-    return "\n".join([*rows, "", "These arguments are accepted, and change no result of a run here. " + ". ".join(one[0].upper() + one[1:] for one in rest) + "."])  # fmt: skip
+    return "\n".join([*rows, "", "The following arguments are accepted, and change no result of a run of workbench. " + ". ".join(one[0].upper() + one[1:] for one in rest) + "."])  # fmt: skip
 
 
 def page() -> str:

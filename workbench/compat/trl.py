@@ -93,7 +93,7 @@ train_sampling_strategy | refused unless random | |
 {average_tokens_across_devices,ds3_gather_for_generation,pad_to_multiple_of,save_on_each_node,enable_jit_checkpoint,full_determinism,use_cpu,local_rank} | irrelevant | engines.fsdp | the engine places the model on devices
 {ddp_find_unused_parameters,ddp_bucket_cap_mb,ddp_broadcast_buffers,ddp_static_graph,ddp_backend,ddp_timeout,fsdp,fsdp_config,deepspeed,accelerator_config,parallelism_config} | irrelevant | engines.fsdp | the model is sharded over ranks by engines.fsdp
 {dataloader_drop_last,dataloader_num_workers,dataloader_pin_memory,dataloader_persistent_workers,dataloader_prefetch_factor,dataloader_multiprocessing_context,dataloader_in_order,ignore_data_skip,restore_callback_states_from_checkpoint} | irrelevant | | rows are in memory, and a resumed run continues at the same row
-{debug,skip_memory_metrics,do_train,do_eval,do_predict} | irrelevant | | only transformers' example scripts read these
+{debug,skip_memory_metrics,do_train,do_eval,do_predict} | irrelevant | | only transformers' example scripts read these arguments
 """
 DEFAULTS: Mapping[str, Any] = {
     "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
