@@ -18,6 +18,7 @@ from workbench.base.shown import Hinting
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
+from workbench.replay.run import Run
 from workbench.steps.compare import Comparison
 
 pytestmark = pytest.mark.slow
@@ -72,7 +73,7 @@ def test_the_front_door_on_a_cluster() -> None:
         assert s.trace.metrics["actor/grad_norm"] > 0 and pipe8[0].learners()[0].version == 1
 
 
-@pytest.mark.parametrize("kind", [wb.Stepper, wb.Pipeline, Rows, Comparison, LocalEngine])
+@pytest.mark.parametrize("kind", [wb.Stepper, wb.Pipeline, Rows, Comparison, LocalEngine, Run])
 def test_names_that_people_try_are_answered(kind: type[Hinting]) -> None:
     thing = object.__new__(kind)
     for name in kind.elsewhere:
@@ -117,6 +118,7 @@ def doors(tiny: str) -> dict[str, Any]:
         ("wb.chat(engine, system_prompt='x')", "it is system of the chat: chat(model, system=…)"),
         ("wb.tune(pipe, rows, bs=4)", "in workbench it is batch_size"),
         ("wb.grpo(engine)", "call wb.recipes.grpo"),
+        ("wb.GRPOTrainer(engine)", "call wb.recipes.grpo"),
         ("wb.samples(s)", "call wb.views.samples"),
         ("rows.samples(sort='worst', n=3)", "show a step's samples: wb.views.samples(stepper)"),
     ],

@@ -65,7 +65,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    there = [f"wb.{one}.{name}" for one in reversed(__all__) if name in getattr(globals()[one], "__all__", ())]
+    names = (name, name.removesuffix("Trainer").lower())  # TRL's GRPOTrainer is the recipe grpo
+    there = [
+        f"wb.{one}.{two}" for one in reversed(__all__) for two in names if two in getattr(globals()[one], "__all__", ())
+    ]
     do = f"call {there[0]}" if there else f"did you mean wb.{close}?" if (close := nearest(name, __all__)) else None
     raise AttributeError(message(f"workbench has no {name!r}", do=do))
 

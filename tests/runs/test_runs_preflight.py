@@ -157,3 +157,16 @@ def test_truncated_sampling_is_named(tiny: str, tmp_path: Path, caplog: pytest.L
     assert "full distribution" in dict(preflight(configured, rows, plan(tmp_path)).findings)["sampling"]
     assert "sampling" not in told(wb.recipes.rft, top_p=0.9)
     assert "sampling" not in told(repetition_penalty=1.1)
+
+
+def test_a_reward_that_fails_on_made_up_responses_says_that_they_are(tiny: str, tmp_path: Path) -> None:
+    def short_words(response: str) -> float:
+        words = response.split()
+        return sum(len(word) <= 4 for word in words) / len(words)
+
+    pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), short_words, group_size=2, max_tokens=4)
+    rows = wb.rows([{"prompt": "What is the sea?"}, {"prompt": "Tell me about snow."}])
+    with pytest.raises(wb.WorkbenchError, match=r"made-up responses '' and ''.*division by zero.*number for these"):
+        wb.train_blocking(pipe, rows, steps=1, batch_size=2, run=tmp_path / "r", trackers=())
+    with pytest.raises(wb.WorkbenchError, match=r"rows to evaluate.*make them: wb\.rows"):
+        wb.evaluate(tiny, ["What is the sea?"], short_words)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakSet
 
 from workbench.base.config import require
@@ -612,6 +612,13 @@ class Run(Shown):
     stepper `at` a phase has no weights unless `run.fetch()` has copied everything. Raises `RunError` where the address
     cannot be read, naming the package that fsspec lacks for it.
     """
+
+    elsewhere: ClassVar = {
+        "log_history": "read run.rows, or run.metrics, a DataFrame",
+        "plot": "draw run.curves()",
+        "samples": "show a recorded step's: wb.views.samples(run.traces[step])",
+        "save_model": "take run.checkpoint(), a model folder",
+    }
 
     def __init__(
         self,

@@ -202,6 +202,8 @@ def evaluate(
     `temperature=0` is greedy. A row's seed is derived from (seed, "validation", uid, sample): it is the same at every
     step, and no random generator of training is used.
     """
+    if not isinstance(rows, Rows):
+        raise DataError("rows to evaluate", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
     engine, longest = _engine(model)
     sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens or longest or 128)
     settings: dict[str, Any] = {"group_size": samples, "sampling": sampling, "purpose": "validation"}

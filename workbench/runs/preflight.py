@@ -20,7 +20,7 @@ from typing import Any
 
 from workbench.agents.parsers import REASONING
 from workbench.base.config import require
-from workbench.base.errors import DataError, RunError, SettingError
+from workbench.base.errors import DataError, RewardError, RunError, SettingError, first_line
 from workbench.base.memory import estimated, gib
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
@@ -397,5 +397,10 @@ def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, 
     texts = [str((one or {}).get("ground_truth", "")) for one in judged]
     responses = padded([tokenizer.encode(text, add_special_tokens=False) or [0] for text in texts])
     more = {name: [value] * len(texts) for name, value in blank.items()}
-    reward(prompts.with_columns({**responses, "response_text": texts, **more}))
+    try:
+        reward(prompts.with_columns({**responses, "response_text": texts, **more}))
+    except RewardError as error:
+        made = " and ".join(repr(text[:40]) for text in texts)
+        what = f"the trial before training, with the made-up responses {made}: {first_line(error, 400)}"
+        raise RewardError(what, do="let the reward return a number for these responses, too") from error
     return f"{reward.function.name}: its signature fits, and it scored two rows"

@@ -369,6 +369,7 @@ class Stepper(Shown):
         "tokens": "show a row's: wb.views.tokens(stepper.trace, row)",
         "metrics": "read stepper.trace.metrics",
         "undo": "go back: stepper.back()",
+        "diff": "compare two: stepper.compare(other)",
         "step": "run the next phase: stepper.next()",
         "stages": "read stepper.pipeline",
     }
