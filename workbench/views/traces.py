@@ -571,6 +571,26 @@ def _boxes(facts: Sequence[tuple[str, str]], style: str) -> doc.Part:
     return doc.line(boxes, style=_BOXES) if boxes else ()
 
 
+_SETUP: Mapping[str, tuple[str, ...]] = {
+    "model": ("engines", "actor", "path"), "data": ("data",), "reward": ("stages", "reward", "function"),
+    "advantage": ("stages", "advantage", "estimator"), "lr": ("engines", "actor", "lr"),
+    "group_size": ("stages", "rollout", "group_size"), "batch_size": ("train", "batch_size"),
+    "max_tokens": ("stages", "rollout", "max_tokens"), "kl_coef": ("stages", "update_actor", "kl_coef"),
+}  # fmt: skip
+"""Word → where a run's settings have what was trained, and how."""
+
+
+def _setup(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    facts = []
+    for word, places in _SETUP.items():
+        value: Any = settings
+        for place in places:
+            value = value.get(place) if isinstance(value, Mapping) else None
+        if value is not None:
+            facts.append(f"{word} {value if isinstance(value, int | float) else doc.one_line(value, 60)}")
+    return [("setup", " · ".join(facts))] if facts else []
+
+
 def run(run: Run) -> doc.Part:
     """Build the display of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the
     recorded steps.
@@ -592,7 +612,7 @@ def run(run: Run) -> doc.Part:
     first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), _boxes(large, _LARGE))
     summary = dict(run.summary.pairs())
     summary.pop("steps", None)  # the title has them
-    pairs = [*summary.items(), ("checkpoints", f"after {_steps(saved)}" if saved else "none")]
+    pairs = [*_setup(run.settings), *summary.items(), ("checkpoints", f"after {_steps(saved)}" if saved else "none")]
     pairs += [("exact weights", f"can be restored before steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: run.stopped has that step"))
