@@ -41,7 +41,7 @@ def test_all_weights_are_counted_where_all_are_trained(tiny: str) -> None:
     weights = 4 * 854_144
     _, parts = engine.memory_needed(100)
     assert parts["gradients"] == weights and parts["optimizer"] == 2 * weights
-    assert parts["activations"] == 4 * LAYER * 4 * 100 and parts["logits"] == 3 * 4 * 512 * 100
+    assert parts["activations"] == 4 * LAYER * 4 * 100 and parts["logits"] == 2 * 4 * 512 * 100
     assert engine.checkpoint_bytes() == 3 * weights
 
 
@@ -104,7 +104,7 @@ def test_a_pass_is_as_large_as_memory_allows(tiny: str, monkeypatch: pytest.Monk
 
 def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
     engine = opened(tiny, micro_batch_tokens=10**6)
-    assert engine.memory_needed()[1]["logits"] == 3 * CHUNK_BYTES
+    assert engine.memory_needed()[1]["logits"] == 2 * CHUNK_BYTES
 
 
 @pytest.mark.slow

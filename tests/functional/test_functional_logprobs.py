@@ -83,6 +83,27 @@ def test_frozen_parts_get_no_gradient_and_a_second_backward_pass_repeats_the_fir
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(3, [3]), (7, [1, 3, 3, 3, 1])])
+def test_the_last_chunk_is_whole_and_its_logits_are_not_computed_again(
+    rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 3 * 11 * 4)
+    hidden, weight, _, labels = given(torch.float32)
+    found: list[int] = []
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found.extend([len(left)] if right.shape == weight.shape else [])
+        return left @ right.T
+
+    picked = linear_log_probs(hidden[:rows], weight, None, labels[:rows], product=product)[0]
+    first = torch.autograd.grad(picked.sum(), (hidden, weight), retain_graph=True)
+    assert found == sizes
+    expected = plain(hidden[:rows], weight, None, labels[:rows], 1.0, None, 1.0)[0].sum()
+    torch.testing.assert_close(first, torch.autograd.grad(expected, (hidden, weight)))
+    second = torch.autograd.grad(picked.sum(), (hidden, weight))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 @pytest.mark.usefixtures("chunks")
 def test_half_precision_is_that_of_autocast() -> None:
     hidden, weight, bias, labels = given(torch.float32)

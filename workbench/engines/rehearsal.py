@@ -150,8 +150,7 @@ def whole(
     described = json.loads(config.to_json_string(use_diff=False))
     found = measured(described, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
     saved = found.optimizer - moments_of(found.optimizer // 2, settings)  # bitsandbytes' kernels need numbers
-    sizes = {name: getattr(found, name) - saved for name in ("optimizer", "learning", "scoring")}
-    found = replace(found, **sizes)
+    found = replace(found, **{name: getattr(found, name) - saved for name in ("optimizer", "learning", "scoring")})
     return _away(found, settings.offload) if gpu else found
 
 
@@ -176,14 +175,16 @@ def _unmeasured(config: str, settings: LocalSettings, tokens: int, kind: str) ->
     # autocast keeps what it has cast, or of frozen matrices the backward pass does, unless layers are computed again
     kept = casts * (not again) + head.numel() * _HEAD[width, trained]
     stream = width * text.hidden_size * text.num_hidden_layers * tokens
-    if width == 2 and trained and not again:  # norms and the residual stream stay in float32
-        kept += 6 * stream
+    kept += 6 * stream * (width == 2 and trained and not again)  # norms and the residual stream stay in float32
     layer = parts["activations"] - stream if again else parts["activations"] // text.num_hidden_layers
     moments, gradients = parts["optimizer"], parts["gradients"]
-    held = weights + moments
-    learning = held + gradients + parts["activations"] + parts["logits"] + kept
-    scoring = held + layer + parts["logits"] + casts * trained
-    copies = casts + (4 - width) * head.numel()
+    held, copies = weights + moments, casts + (4 - width) * head.numel()
+    # one layer, computed again, is not there while logits are, and the residual stream is in float32
+    passes = 4 // width * stream + max(layer, parts["logits"]) if again else parts["activations"] + parts["logits"]
+    # at its end a pass has three gradients of rows that are the head, too: the head's, its own, their sum
+    rows = 12 * head.numel() * (trained and head is model.get_input_embeddings().weight)
+    learning = held + gradients + max(passes + kept, rows)
+    scoring = held + max(layer, parts["logits"] + copies - casts) + casts * trained
     return Footprint(parameters(model), weights, gradients, moments, learning, scoring, copies)
 
 
@@ -245,8 +246,8 @@ def measured(
 
     Raises `EngineError` where it cannot be measured.
     """
-    text = language(config)
-    depth = int(text.get("num_hidden_layers") or 0)  # GPT-2 has another name for it, and is measured as it is
+    # GPT-2 has another name for it, and is measured as it is
+    depth = int(language(config).get("num_hidden_layers") or 0)
     depths = (depth,) if depth <= SHALLOW[-1] + 1 else SHALLOW
     with (
         _lock,
@@ -261,9 +262,8 @@ def measured(
             log.debug("layers cannot be left out", exc_info=True)
             depths = (depth,)
             rows = [_run(config, opened, shape, gpu, head)]
-    few, more = rows[0], rows[-1]
     further = (depth - depths[-1]) / (SHALLOW[1] - SHALLOW[0])
-    sizes = [round(b + further * (b - a)) for a, b in zip(few, more, strict=True)]
+    sizes = [round(b + further * (b - a)) for a, b in zip(rows[0], rows[-1], strict=True)]
     parameters, weights, gradients, optimizer, *learning, scoring = sizes
     return Footprint(parameters, weights, gradients, optimizer, max(learning), scoring)
 

@@ -153,19 +153,19 @@ class _Shape:
     def slope(
         self, logits: Tensor, sums: Sequence[Tensor], wanted: Sequence[Tensor | None], out: Sequence[Tensor]
     ) -> None:
-        """Write the gradient at the logits, without the part at the labels, into `out[0]` [n, V]; `out[1]` is
-        overwritten, too.
+        """Write the gradient at the logits, without the part at the labels, into `out[0]` [n, V], which may be `logits`;
+        `out[1]` is needed and overwritten where entropy or Σ π² have a gradient.
 
         `sums` are logsumexp, entropy and Σ π²; `wanted` the gradients of log-probs, entropy and Σ π², each [n] or None.
         """
         norm, entropy, squares = (one[:, None] for one in sums)
         picked, spread, peaked = (None if one is None else -one[:, None] for one in wanted)
-        probs = torch.sub(logits, norm, out=out[0]).exp_()
         if spread is None and peaked is None:
-            probs.mul_(0.0 if picked is None else picked)
+            torch.sub(logits, norm, out=out[0]).exp_().mul_(0.0 if picked is None else picked)
             return
         # ∂H/∂zᵢ = −pᵢ·(log pᵢ + H), ∂Σπ²/∂zᵢ = 2·pᵢ·(pᵢ − Σπ²)
         inner = out[1].zero_() if spread is None else torch.sub(logits, norm - entropy, out=out[1]).mul_(spread)
+        probs = torch.sub(logits, norm, out=out[0]).exp_()
         if picked is not None:
             inner.add_(picked)
         if peaked is not None:
@@ -183,7 +183,8 @@ class _Shape:
 class _LinearLogProbs(torch.autograd.Function):
     """Autograd function of `linear_log_probs`, which works in chunks in both directions.
 
-    Between them only [N] numbers are kept, and the logits where they are one chunk.
+    Between them only [N] numbers are kept, and the last chunk's logits. The first backward pass begins with these and
+    works in their memory; a second one computes them again.
     """
 
     @staticmethod
@@ -194,9 +195,11 @@ class _LinearLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             size, cast = shape.prepared(weight, bias)
             space = _space(hidden, weight, size, 2)
-            for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
-                logits, p = (buffer[: len(states)] for buffer in space)
-                shape.logits(states, *cast, out=logits)
+            # a smaller chunk is the first, so that the one that is kept is whole
+            places = [slice(max(end - size, 0), end) for end in range(len(hidden), 0, -size)] or [slice(0, 0)]
+            for place in reversed(places):
+                logits, p = (buffer[: place.stop - place.start] for buffer in space)
+                shape.logits(hidden[place], *cast, out=logits)
                 most = logits.amax(-1, keepdim=True)
                 total = torch.sub(logits, most, out=p).exp_().sum(-1)
                 norm = most[:, 0] + total.log()
@@ -204,10 +207,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 if shape.distribution:
                     entropy = norm - torch.einsum("nv,nv->n", p, logits) / total
                     squares = torch.einsum("nv,nv->n", p, p) / total.square()
-                pieces.append((norm, logits.gather(-1, targets[:, None])[:, 0] - norm, entropy, squares))
+                pieces.append((norm, logits.gather(-1, labels[place, None])[:, 0] - norm, entropy, squares))
         norm, *results = (torch.cat(column) for column in zip(*pieces, strict=True))
-        kept = space[0] if len(pieces) == 1 and any(ctx.needs_input_grad) else None
-        ctx.shape, ctx.size, ctx.kept = shape, size, kept
+        ctx.shape, ctx.size, ctx.places, ctx.kept = shape, size, places, space[:1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, *cast, labels, norm, *results[1:])
         return results[0], results[1], results[2]
@@ -216,21 +218,25 @@ class _LinearLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *cast, labels, norm, entropy, squares = ctx.saved_tensors
-        shape, size, kept, sums = ctx.shape, ctx.size, ctx.kept, (norm, entropy, squares)
-        total = _Gradients((hidden, weight, bias), ctx.needs_input_grad, sums[0].dtype)
+        shape, sums = ctx.shape, (norm, entropy, squares)
+        kept, ctx.kept = ctx.kept, []
+        total = _Gradients((hidden, weight, bias), ctx.needs_input_grad, norm.dtype)
+        more = (shape.softcap is not None) + any(one is not None for one in gradients[1:])
         with torch.autocast(hidden.device.type, enabled=False):
-            space = _space(hidden, weight, size, 3 if shape.distribution else 2)
-            for start in range(0, len(hidden), size):
-                chunk = slice(start, start + size)
-                states = hidden[chunk].to(shape.dtype)
-                logits, slope, *further = (buffer[: len(states)] for buffer in space)
-                logits = shape.logits(states, *cast, out=logits) if kept is None else kept
-                wanted = [None if gradient is None else gradient[chunk] for gradient in gradients]
-                shape.slope(logits, [saved[chunk] for saved in sums], wanted, (slope, *further))
+            space = kept + _space(hidden, weight, ctx.size, 1 - len(kept) + more)
+            for place in ctx.places:
+                states = hidden[place].to(shape.dtype)
+                logits, *out = (buffer[: len(states)] for buffer in space)
+                if not kept or place is not ctx.places[0]:
+                    shape.logits(states, *cast, out=logits)
+                # what a cap does to the gradient depends on the logits; else the gradient takes their place
+                slope, *out = out if shape.softcap is not None else (logits, *out)
+                wanted = [None if gradient is None else gradient[place] for gradient in gradients]
+                shape.slope(logits, [saved[place] for saved in sums], wanted, (slope, *out))
                 if wanted[0] is not None:
-                    slope.scatter_add_(1, labels[chunk, None], wanted[0][:, None])
+                    slope.scatter_add_(1, labels[place, None], wanted[0][:, None])
                 shape.back(slope, logits)
-                total.add(chunk, slope, states, cast[0], shape.product)
+                total.add(place, slope, states, cast[0], shape.product)
         return (*total.found(), None, None)
 
 

@@ -60,8 +60,9 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int) -> dict[
     layers = estimated("what a layer keeps", lambda: _by_config(model.config), None) or _by_shapes(model)
     size = 2 if settings.half(model.device.type) else 4
     kept = len(layers) * hidden + max(layers) if settings.gradient_checkpointing else sum(layers)
-    logits = min(4 * vocabulary * tokens, CHUNK_BYTES)
-    return {"gradients": trained, "optimizer": moments, "activations": kept * size * tokens, "logits": 3 * logits}
+    # a chunk's logits and what is computed of them, in half precision a copy, too; ranks' heads take a chunk more
+    logits = min(4 * vocabulary * tokens, CHUNK_BYTES) * (6 - size // 2 * (type(settings) is LocalSettings)) // 2
+    return {"gradients": trained, "optimizer": moments, "activations": kept * size * tokens, "logits": logits}
 
 
 def moments_of(trained: int, settings: LocalSettings) -> int:
