@@ -81,7 +81,7 @@ def test_the_blocking_door_names_the_other_one_where_a_loop_runs(tiny: str, tmp_
     how: dict[str, Any] = {"steps": 1, "batch_size": 4, "run": tmp_path / "r", "display": None}
 
     async def cell() -> Any:
-        with pytest.raises(SettingError, match=r"expected a script .* notebook; run = await wb\.train\(…\)"):
+        with pytest.raises(SettingError, match=r"expected a script .* notebook; write run = await wb\.train\(…\)"):
             wb.train_blocking(pipe, rows, **how)
         assert not (tmp_path / "r").exists()
         return await wb.train(pipe, rows, **how)
@@ -401,7 +401,7 @@ def test_evaluation(tiny: str) -> None:
     assert found.interval[0] < found.mean < found.interval[1] and found.by_source["workbench/arith"] == found.mean
     again = wb.evaluate(tiny, eval_rows, samples=3, max_tokens=40, batch_size=10)
     assert again.mean == found.mean  # seeds follow the prompt, not the batch
-    assert "10 prompts" in repr(found) and "<table" in found._repr_html_()
+    assert "10 prompts" in repr(found) and "10 prompts" in found._repr_html_()
     by_hand = found.batch["reward"].reshape(10, 3).mean(-1)
     assert found.mean == pytest.approx(by_hand.mean().item(), abs=1e-6)
     share, t = (

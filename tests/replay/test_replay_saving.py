@@ -241,7 +241,7 @@ def test_a_run_is_saved_as_gguf_with_its_tokenizer(tiny: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "gemma2"}, "expected llama, qwen2, qwen3; found gemma2"),
+        ({"model_type": "gemma2"}, "expected llama, qwen2, qwen3, without sliding-window attention; found gemma2"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "found dynamic"),
     ],
 )

@@ -147,7 +147,7 @@ class Line:
             return len(block or b"")
 
     def drain(self) -> None:
-        """Pass on what the pipe beside holds now, at most 16 blocks, because a child may write to it without end."""
+        """Pass on what the second pipe (`beside`) holds now, at most 16 blocks: a child may never stop writing."""
         for _ in range(16):
             if not self._hear_beside():
                 return

@@ -97,7 +97,7 @@ class Composite(Rows):
         return self._with([part.filter(keep) for part in self._parts])
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
-        """Return these rows with only the rows of each part whose prompts fit, as `Rows.fitting`."""
+        """As `Rows.fitting`; `overlong="drop"` removes the rows whose prompts are too long from each part."""
         if overlong != "drop":
             return super().fitting(tokenizer, overlong=overlong, **switches)
         return self._with([part.fitting(tokenizer, overlong="drop", **switches) for part in self._parts])

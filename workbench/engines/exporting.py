@@ -115,8 +115,10 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     if config.model_type not in ARCHITECTURES or getattr(config, "use_sliding_window", False):
-        expected, do = ", ".join(ARCHITECTURES), "form='merged', then llama.cpp's convert_hf_to_gguf.py"
-        raise EngineError("a GGUF file", expected=expected, found=config.model_type, do=do)
+        window = " with use_sliding_window" * getattr(config, "use_sliding_window", False)
+        expected = f"{', '.join(ARCHITECTURES)}, without sliding-window attention"
+        do = "save it with form='merged', then convert it with llama.cpp's convert_hf_to_gguf.py"
+        raise EngineError("a GGUF file", expected=expected, found=config.model_type + window, do=do)
     arch = gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[arch], use_temp_file=True)
     writer.add_name(file.stem)

@@ -242,9 +242,11 @@ def train_blocking(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> R
     if loop is None:  # outside of the except clause, which would be the context of every error
         asyncio.run(work())
         return runs[0]
-    what = "train_blocking waits for a training in the thread of an event loop"
-    do = "run = await wb.train(…), with the same arguments"
-    raise SettingError(what, expected="a script without one", found="a loop that runs, as in a notebook", do=do)
+    what = "train_blocking cannot wait where an event loop already runs"
+    do = "write run = await wb.train(…), with the same arguments"
+    raise SettingError(
+        what, expected="a script without an event loop", found="a running event loop, as in a notebook", do=do
+    )
 
 
 def _draw(path: Path) -> None:

@@ -114,7 +114,8 @@ def _earlier(v: AuditView) -> list[str]:
 
 
 def minis(v: AuditView, role: str) -> list[Sequence[int]] | None:
-    """Return the rows of each optimizer step; the rows of a pass are numbered after the rows of the previous pass.
+    """Return the row numbers of each optimizer step; with several `ppo_epochs` an epoch's numbers follow those of the epoch
+    before.
 
     None where some step's log-probs are not recorded: a step was skipped, or there were several passes
     without a column of each, except two passes of one step each whose first has the old log-probs.

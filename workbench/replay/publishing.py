@@ -82,7 +82,7 @@ class Publication(Shown):
     """The address of the one commit; "" where nothing was sent."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (label, value) pairs, for display."""
+        """Return the publication as (label, value) pairs for display: repository, files, size, commit."""
         files = [f"{name} ({size:,} bytes)" for name, size in self.files.items()]
         return [
             ("repository", f"{self.url} ({'private' if self.private else 'public'})"),
