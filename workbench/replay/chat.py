@@ -266,6 +266,7 @@ class Chat(Shown, Closing):
 # --- with whom ----------------------------------------------------------------------------------
 
 
+@working("opening the chat", passing=True)
 def chat(
     model: Any,
     *,

@@ -197,9 +197,10 @@ class Snapshots:
             what = f"the weights of {role!r} have changed since this stepper used them"
             raise VersionMismatch(what, expected=f"state {state_id}", found=found, do=do)
         wanted = held[state_id]  # `take` may drop it
-        if not lost and learner.state_id in self._wanted():
-            self.take(learner, role)
-        learner.restore(wanted)
+        with working("restoring the weights", passing=True):
+            if not lost and learner.state_id in self._wanted():
+                self.take(learner, role)
+            learner.restore(wanted)
 
     @contextmanager
     def lending(self, present: Mapping[str, str]) -> Iterator[None]:

@@ -157,7 +157,11 @@ class LiveDisplay:
         """Show the final state, with the reason `stopped` if the run was stopped."""
         self._said, self._over = (False, False, False), True
         if stopped is not None:
-            self.line = f"{self.line.partition('  eta ')[0]}  ·  {stopped}"
+            self.line = f"{self.line.partition('  eta ')[0]}  ·  {stopped}" if self.rows else stopped
+        elif self.rows:
+            seconds = sum(row.get(name) or 0.0 for row in self.rows for name in ("timing_s/step", "timing_s/testing"))
+            where = [] if self.path is None else [str(self.path)]
+            self.line = "  ·  ".join([f"finished in {progress.clock(seconds)}", self.line, *where])
         now = time.monotonic()
         self._show(now)
         self._draw(now)
