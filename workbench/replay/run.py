@@ -824,6 +824,7 @@ class Run(Shown):
         traces = self.traces
         return Symptoms(shown_by(self.rows, traces[max(traces)].batch if len(traces) else None))
 
+    @working("diagnosing", passing=True)
     def diagnose(self) -> Diagnosis:
         """Find what is probably wrong with the run: causes, the surest first, each with what to look at and what to
         change.

@@ -70,7 +70,7 @@ class WhatIf(Shown):
         return apart.topk(min(number, len(apart))).indices.tolist()
 
 
-@working("what_if", unit="updates, half of them unchanged")
+@working("what_if", unit="updates, first as they are, then changed")
 def what_if(
     pipeline: Pipeline,
     batch: DataProto,

@@ -586,7 +586,7 @@ def _setup(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         value: Any = settings
         for place in places:
             value = value.get(place) if isinstance(value, Mapping) else None
-        if value is not None:
+        if value not in (None, ""):
             facts.append(f"{word} {value if isinstance(value, int | float) else doc.one_line(value, 60)}")
     return [("setup", " · ".join(facts))] if facts else []
 

@@ -161,7 +161,7 @@ class LiveDisplay:
         elif self.rows:
             seconds = sum(row.get(name) or 0.0 for row in self.rows for name in ("timing_s/step", "timing_s/testing"))
             where = [] if self.path is None else [str(self.path)]
-            self.line = "  ·  ".join([f"finished in {progress.clock(seconds)}", self.line, *where])
+            self.line = "  ·  ".join(["finished", self.line, f"{progress.clock(seconds)} in steps", *where])
         now = time.monotonic()
         self._show(now)
         self._draw(now)
