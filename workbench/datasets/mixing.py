@@ -20,7 +20,7 @@ import numpy as np
 from workbench.base.errors import DataError, check_name, describe
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
-from workbench.datasets.rows import Cursor, Drawn, Rows, common_limit, permutation, place
+from workbench.datasets.rows import Cursor, Drawn, Rows, check_rows, common_limit, permutation, place
 
 T = TypeVar("T")
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -237,8 +237,7 @@ def _labelled(row: dict[str, Any], part: str) -> dict[str, Any]:
 
 def check_part(part: Any, what: str) -> Rows:
     """Return a part of other rows. Raises `DataError` for what is no `Rows`, has no rows, or changes with a run."""
-    if not isinstance(part, Rows):
-        raise DataError(what, expected="Rows", found=describe(part), do="make them: wb.rows(…)")
+    check_rows(what, part)
     if isinstance(part, Composite) and part.learns:
         kind = type(part).__name__.lower()
         do = f"make the mix or the stages first, then wb.datasets.{kind}(…)"

@@ -648,6 +648,12 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
     return all_rows, where, "; ".join(dict.fromkeys(filter(None, readings)))
 
 
+def check_rows(what: str, value: Any) -> None:
+    """Raise `DataError` for what is no `Rows`; `what` names it in the message."""
+    if not isinstance(value, Rows):
+        raise DataError(what, expected="Rows", found=describe(value), do="make them: wb.rows(…)")
+
+
 def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
     """Yield (name of the source, changes of the `Reading`, records) for each file or table that `x` consists of."""
     files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from workbench.base.config import shows_settings
-from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message, refuse_unknown
+from workbench.base.errors import RunError, SettingError, first_line, message, refuse_unknown
 from workbench.base.files import write_bytes, write_text
 from workbench.base.progress import hidden, seldom, shown_by, working
 from workbench.base.runtime import Control, on_signals
-from workbench.datasets.rows import Rows
+from workbench.datasets.rows import Rows, check_rows
 from workbench.jobs.health import HealthPage, Watcher, health_page
 from workbench.replay.run import Run
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
@@ -119,8 +119,7 @@ def _takes_settings(
         @functools.wraps(function)
         def takes(pipeline: Pipeline, rows: Rows, *_: P.args, **settings: P.kwargs) -> T:
             refuse_unknown(function.__name__, settings, TrainSettings.field_names())
-            if not isinstance(rows, Rows):
-                raise DataError("argument rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+            check_rows("argument rows", rows)
             return function(pipeline, rows, TrainSettings.from_parameters(settings))
 
         return shows_settings(TrainSettings)(takes)

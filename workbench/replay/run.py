@@ -54,6 +54,7 @@ from workbench.runs.folder import (
     read_kept,
     read_metrics,
     read_settings,
+    seconds_of,
     step_files,
     step_folder,
     step_folders,
@@ -1084,7 +1085,7 @@ def _line(run: Run) -> dict[str, Any]:
         "training reward": training[-1] if training else None,
         "reward by step": blocks(training, 24) or None,
         "symptoms": len(symptoms(rows)),
-        "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 1),
+        "seconds": round(seconds_of(rows), 1),
         "changed": changed,
     }
 

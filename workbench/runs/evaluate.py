@@ -32,7 +32,7 @@ from workbench.compat.dumps import read_dump
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import DataProto, alike, episodes, is_last
 from workbench.datasets import files
-from workbench.datasets.rows import Rows
+from workbench.datasets.rows import Rows, check_rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
 from workbench.functional.passes import half_width, interval_over_prompts
@@ -202,8 +202,7 @@ def evaluate(
     `temperature=0` is greedy. A row's seed is derived from (seed, "validation", uid, sample): it is the same at every
     step, and no random generator of training is used.
     """
-    if not isinstance(rows, Rows):
-        raise DataError("rows to evaluate", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+    check_rows("rows to evaluate", rows)
     engine, longest = _engine(model)
     sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens or longest or 128)
     settings: dict[str, Any] = {"group_size": samples, "sampling": sampling, "purpose": "validation"}

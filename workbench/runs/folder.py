@@ -27,7 +27,7 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -90,6 +90,11 @@ def read_settings(run: Path) -> dict[str, Any]:
         return dict(document)
     except (AttributeError, KeyError, TypeError) as cause:
         raise RunError(f"{path} is damaged", found=first_line(cause)) from cause
+
+
+def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the seconds that the steps and validations of metrics rows took together."""
+    return sum(row.get(name) or 0.0 for row in rows for name in ("timing_s/step", "timing_s/testing"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

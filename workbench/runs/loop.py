@@ -51,6 +51,7 @@ from workbench.runs.folder import (
     prune_traces,
     read_metrics,
     read_settings,
+    seconds_of,
     step_folder,
     step_folders,
     strict,
@@ -710,7 +711,7 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None) -> No
     rows = read_metrics(path / "metrics.jsonl")
     summary: dict[str, Any] = {
         "steps": rows[-1][STEP] if rows else 0,
-        "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 2),
+        "seconds": round(seconds_of(rows), 2),
         "stopped": stopped,
         "num_eval_rows": len(eval_rows) if eval_rows is not None else 0,
     }

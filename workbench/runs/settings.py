@@ -22,10 +22,10 @@ from weakref import WeakKeyDictionary
 
 from workbench import agents
 from workbench.base.config import Settings, require, settings_hash, source_of
-from workbench.base.errors import DataError, describe
+from workbench.base.errors import describe
 from workbench.base.files import FORMAT, crc32_of
 from workbench.base.shown import without_secrets
-from workbench.datasets.rows import Rows
+from workbench.datasets.rows import Rows, check_rows
 from workbench.engines.local_engine.loading import folder_of, model_files
 from workbench.engines.protocol import Described, FromFiles, Learner, SamplingSettings
 from workbench.functional.losses import AdaptiveKL, FixedKL
@@ -145,8 +145,8 @@ class TrainSettings(Settings):
 
     def _check_conditions(self) -> None:
         rows = self.eval_rows
-        if rows is not None and not isinstance(rows, Rows):
-            raise DataError("argument eval_rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+        if rows is not None:
+            check_rows("argument eval_rows", rows)
         check_condition(self.break_if, validates=rows is not None)
         for setting in ("save_best", "stop_when"):
             if (text := getattr(self, setting)) is not None:

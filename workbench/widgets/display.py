@@ -22,7 +22,7 @@ from workbench.base.errors import PackageMissing, first_line
 from workbench.base.runtime import Control
 from workbench.base.shown import shows
 from workbench.replay.run import Run, Traces
-from workbench.runs.folder import STEP, goes_on, strict
+from workbench.runs.folder import STEP, goes_on, seconds_of, strict
 from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import append_line, progress_line
 from workbench.views import curves
@@ -159,9 +159,9 @@ class LiveDisplay:
         if stopped is not None:
             self.line = f"{self.line.partition('  eta ')[0]}  ·  {stopped}" if self.rows else stopped
         elif self.rows:
-            seconds = sum(row.get(name) or 0.0 for row in self.rows for name in ("timing_s/step", "timing_s/testing"))
             where = [] if self.path is None else [str(self.path)]
-            self.line = "  ·  ".join(["finished", self.line, f"{progress.clock(seconds)} in steps", *where])
+            spent = f"{progress.clock(seconds_of(self.rows))} in steps"
+            self.line = "  ·  ".join(["finished", self.line, spent, *where])
         now = time.monotonic()
         self._show(now)
         self._draw(now)
