@@ -53,7 +53,9 @@ def comparison(diff: Comparison) -> doc.Part:
     left = len(diff.rows) - len(shown)
     return (
         doc.line(doc.bold(_title(diff))),
-        doc.line(f"settings that differ: {doc.one_line('; '.join(diff.settings), 300)}") if diff.settings else (),
+        doc.line(f"settings that differ: {doc.one_line(changed, 300)}")
+        if (changed := "; ".join(diff.settings))
+        else (),
         doc.line(doc.small(reused)) if reused else (),
         doc.Table(["", "first", "second", "change"], changes),
         _changed(diff, shown),

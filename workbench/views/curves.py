@@ -123,9 +123,10 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
     if names:
         pale = {"labelcolor": GREY, "frameon": False, "handlelength": 1.4, "borderaxespad": 0.1, "columnspacing": 1.0}
         legend(axes, plotted.key.values(), names, loc="upper left", ncols=columns, fontsize=look.text, **pale)
+    drawn = lines_of(wanted, runs) if marks else ()
     for place, one in enumerate(marks):  # neighbours' numbers are at different heights
         top = 0.99 - 0.11 * high
-        own = one.metric not in look.apart or one.metric in lines_of(wanted, runs)
+        own = one.metric not in look.apart or one.metric in drawn
         axes.axvline(
             one.since, 0, top, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7 if own else 0.2, zorder=1.5
         )
@@ -499,8 +500,9 @@ def panel(
     ] * listed
     if not empty:
         plots = {name: wanted for name, wanted in plots.items() if recorded(runs, wanted)} or plots
-        still = {name: values.pop() for name, wanted in plots.items() if len(values := _values(wanted, runs)) == 1}
-        if keys is None and 0 < len(still) < len(plots):
+        main = plots if keys is None else {}
+        still = {name: values.pop() for name, wanted in main.items() if len(values := _values(wanted, runs)) == 1}
+        if 0 < len(still) < len(plots):
             plots = {name: wanted for name, wanted in plots.items() if name not in still}
             notes.append(
                 (f"the same at all steps: {' · '.join(f'{name} {number(one)}' for name, one in still.items())}", GREY)

@@ -587,7 +587,7 @@ def _setup(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         for place in places:
             value = value.get(place) if isinstance(value, Mapping) else None
         if value not in (None, ""):
-            facts.append(f"{word} {value if isinstance(value, int | float) else doc.one_line(value, 60)}")
+            facts.append(f"{word} {doc.number(value) if isinstance(value, int | float) else doc.one_line(value, 60)}")
     return [("setup", " · ".join(facts))] if facts else []
 
 

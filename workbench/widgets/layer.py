@@ -397,7 +397,11 @@ class SamplesTable(Layer):
             for row, group, one, strip in zip(frame.index, frame["group"], records, lines, strict=True)
         ]
         grouped = frame["group"].unique() if request.get("by_group") or not self.columns else ()
-        page = {"groups": {str(group): _group(view.index, int(group)) for group in grouped}, "columns": columns}
+        members = whole[whole["group"].isin(grouped)].groupby("group")
+        page = {
+            "groups": {str(group): _group(view.index, int(group), each) for group, each in members},
+            "columns": columns,
+        }
         folded = [] if self.columns else [f"{name} {_cell(value)}" for name, value in view.index.same.items() if value]
         page |= {"same": ", ".join(folded), "spans": view.index.spans}
         return {"kind": "rows", "rows": rows, "total": len(self._rows), "of": len(whole), **page}
@@ -421,8 +425,7 @@ def _filters(request: dict[str, Any]) -> dict[str, Any]:
     return filters
 
 
-def _group(index: SampleIndex, group: int) -> list[Any]:
-    rows = index.frame[index.frame["group"] == group]
+def _group(index: SampleIndex, group: int, rows: Any) -> list[Any]:
     dots = [[int(row), _cell(one)] for row, one in rows.get("reward", {}).items()]
     return [_cell(rows["prompt"].iloc[0]) if "prompt" in rows else "", group_line(index, group), dots]
 

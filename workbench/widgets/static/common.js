@@ -212,12 +212,12 @@ function mover(talk, problem, buttons, draw) {
 function dotsOf(samples, [low, high], picked, pick) {
   const scored = samples.filter(([, reward]) => reward !== null);
   const mean = scored.reduce((sum, [, reward]) => sum + reward, 0) / scored.length;
-  const times = new Map();
+  const times = new Map(), even = new Set(scored.map(([, reward]) => reward)).size === 1;
   return make("span", { class: "wb-dots", role: "group", ariaLabel: "rewards of the prompt's samples" }, scored.map(([row, reward]) => {
     const again = times.get(reward) || 0, share = high > low ? (reward - low) / (high - low) : 0.5;
     times.set(reward, again + 1);
     const name = `row ${row}, reward ${said(reward)}`, apart = (share > 0.5 ? -1 : 1) * Math.min(again * 2, 16);
-    return make("button", { class: reward < mean ? "wb-below" : scored.every(([, one]) => one === reward) ? "wb-even" : "", title: name, ariaLabel: name, ariaPressed: String(row === picked),
+    return make("button", { class: reward < mean ? "wb-below" : even ? "wb-even" : "", title: name, ariaLabel: name, ariaPressed: String(row === picked),
       style: { left: `calc(6px + ${(100 * share).toFixed(1)}% - ${(12 * share).toFixed(1)}px + ${apart}px)` },
       onclick: (event) => { event.stopPropagation(); pick(row); } });
   }));

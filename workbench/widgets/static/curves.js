@@ -60,6 +60,8 @@ function swatch(colour, dash = 0) {
   return make("i", { class: "wb-swatch", style: { borderTop: `3px ${["solid", "dotted", "dashed"][dash % 3]} ${colour}` } });
 }
 
+const draws = (plot, mark) => plot.lines.some((line) => line.name === mark.metric);
+
 // One plot: its canvas, the line above it with the values at the cursor, the marks over it.
 function plotted(plot, all, look, on) {
   const values = make("span", { class: "wb-at-cursor" });
@@ -123,8 +125,7 @@ function plotted(plot, all, look, on) {
   }
 
   // a symptom stands in the plot of its metric, elsewhere it is a pale line; where no plot has the metric, in all of them
-  const drawsIt = (one, mark) => one.lines.some((line) => line.name === mark.metric);
-  const isHere = (mark) => drawsIt(plot, mark) || !all.plots.some((one) => drawsIt(one, mark));
+  const isHere = (mark) => draws(plot, mark) || !all.plots.some((one) => draws(one, mark));
 
   function below(u) {  // what lies on the step axis: steps with samples, and symptoms
     const { ctx, bbox } = u;
@@ -404,7 +405,7 @@ function render({ model, el }) {
       const [head, ...rest] = mark.text.split(": ");  // one line each, so that the plots of a row end together
       return make("li", { value: all.marks.indexOf(mark) + 1 }, make("details", {}, make("summary", {}, head), make("div", {}, rest.join(": "))));
     };
-    const under = (mark) => all.plots.findIndex((plot) => plot.lines.some((line) => line.name === mark.metric));
+    const under = (mark) => all.plots.findIndex((plot) => draws(plot, mark));
     plots.forEach((one, number) => one.notes.replaceChildren(...all.marks.filter((mark) => under(mark) === number).map(note)));
     notes.replaceChildren(...all.marks.filter((mark) => under(mark) < 0).map(note));
     if (!first) return;
