@@ -242,6 +242,7 @@ def test_a_run_is_saved_as_gguf_with_its_tokenizer(tiny: str, tmp_path: Path) ->
     ("change", "said"),
     [
         ({"model_type": "gemma2"}, "expected llama, qwen2, qwen3, without sliding-window attention; found gemma2"),
+        ({"use_sliding_window": True}, "without sliding-window attention; found qwen2 with use_sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "found dynamic"),
     ],
 )
