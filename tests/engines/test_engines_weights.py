@@ -13,7 +13,7 @@ import torch
 
 from workbench.base.errors import EngineError, WorkerLost
 from workbench.engines import fsdp, local, local_group, weights
-from workbench.engines.paired import check_push, paired
+from workbench.engines.paired import CHECK_TOLERANCE, check_push, paired
 from workbench.engines.vllm_server import process
 from workbench.engines.vllm_server.engine import VllmEngine, VllmSettings
 from workbench.engines.vllm_server.process import Piece
@@ -114,6 +114,17 @@ def test_in_one_process_nothing_is_copied_on_the_way(folder: Path) -> None:
         paired(learner, sampler, weight_sync="shared memory").push()
     with pytest.raises(EngineError, match="way of weights"):
         paired(learner, sampler, weight_sync="carrier pigeon").push()
+
+
+@pytest.mark.slow
+def test_engines_whose_passes_are_in_half_precision_may_be_further_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H200 a right push was refused: both engines hold float32 weights and compute in bfloat16."""
+    monkeypatch.setitem(CHECK_TOLERANCE, torch.float32, 1e-5)
+    pair = paired(local(folder, dtype="bfloat16"), local(folder, dtype="bfloat16"))
+    push = check_push(pair, PROMPTS)
+    assert push.dtype == "float32" and push.gap is not None and 1e-5 < push.gap < 0.3
 
 
 @pytest.mark.slow

@@ -22,7 +22,17 @@ from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
 from workbench.engines.generating import Generates
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
-from workbench.engines.weights import BUCKET_BYTES, UNVERIFIED, Push, WeightSync, prove, share_a_card, sync_of
+from workbench.engines.weights import (
+    BUCKET_BYTES,
+    UNVERIFIED,
+    Push,
+    WeightReceiver,
+    WeightSender,
+    WeightSync,
+    prove,
+    share_a_card,
+    sync_of,
+)
 
 _PASSED_ON = (
     can.Bounded, can.Differentiable, can.Estimates, can.FromFiles, can.Learner, can.Located, can.Templated, can.Tunable,
@@ -381,7 +391,8 @@ def check_tokens(learner: Any, sampler: Any, what: str = "learner and sampler") 
 
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Largest difference of a log-prob, in nats, between a learner and a sampler of a dtype with the same weights."""
+"""Largest difference of a log-prob, in nats, between a learner and a sampler with the same weights, by the coarsest
+dtype of their weights and forward passes."""
 
 
 def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> Push:
@@ -404,7 +415,12 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
         columns["responses"] = ids[:, len(prompt) :]
         mine = pair.learner.compute_log_probs(DataProto(columns))["log_probs"][0]
         gap = max(gap, float((mine - torch.tensor(sample.log_probs)).abs().max()))
-    allowed = CHECK_TOLERANCE[getattr(torch, push.dtype or "float32")]
+    sides = [pair.learner.sends() if isinstance(pair.learner, WeightSender) else {}]
+    sides += [pair.sampler.receives() or {} if isinstance(pair.sampler, WeightReceiver) else {}]
+    kinds = {push.dtype, *(side.get("precision") for side in sides)} - {None}
+    allowed = max(
+        (CHECK_TOLERANCE[getattr(torch, str(kind))] for kind in kinds), default=CHECK_TOLERANCE[torch.float32]
+    )
     if gap > allowed:
         what = f"log-probs of the sampler after a push by {push.way}"
         raise EngineError(what, expected=f"the learner's, within {allowed:g} nats", found=f"{gap:.3g} nats apart")

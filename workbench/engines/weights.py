@@ -182,8 +182,9 @@ class WeightSender(Protocol):
         """Return the learner's tensors by Hugging Face names, with shapes and dtypes."""
 
     def sends(self) -> dict[str, Any]:
-        """Describe where the learner is: `machines`, `pid` (None: in worker processes), `devices` (names of its GPUs)
-        and `adapter` (its LoRA rank and its base model's folder, or None)."""
+        """Describe where the learner is: `machines`, `pid` (None: in worker processes), `devices` (names of its GPUs),
+        `adapter` (its LoRA rank and its base model's folder, or None) and `precision` (optional: the dtype of its forward
+        passes)."""
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces of tensors to `place` (see `Outbox.send`)."""
@@ -207,7 +208,7 @@ class WeightReceiver(Protocol):
         The keys are `machines`, `pids`, `devices` of its processes; `processes`, how many can join a broadcast
         (`join_group`); `dtype` (None: the sender's); `split`, whether a tensor may come in parts; `adapter_rank`, the
         largest rank of a LoRA adapter that it takes alone (`load_adapter`), over the base model in `folder`; `sleeps`
-        (optional), whether it can free its GPU's memory.
+        (optional), whether it can free its GPU's memory; `precision` (optional), the dtype of its forward passes.
         """
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -594,6 +595,7 @@ class Pushing(Sending, Receiving):
     (`WeightSender`, `WeightReceiver`)."""
 
     _model: Any
+    _settings: LocalSettings
     version: int
     state_id: str
     path: str
@@ -610,7 +612,7 @@ class Pushing(Sending, Receiving):
         """Describe where the engine is as a sender of weights (see `WeightSender.sends`)."""
         name = device_name(self._model.device)
         here = {"machines": [machine()], "pid": os.getpid(), "devices": [name] if name else []}
-        return {**here, "adapter": lora.adapter_of(self._model)}
+        return {**here, "adapter": lora.adapter_of(self._model), "precision": self._precision()}
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces of the model's tensors, with LoRA adapters merged, to `place` (see `Outbox.send`)."""
@@ -639,7 +641,11 @@ class Pushing(Sending, Receiving):
         name = device_name(self._model.device)
         kind = str(next(self._model.parameters()).dtype)[6:]
         where = {"machines": [machine()], "pids": [os.getpid()], "devices": [name] if name else [], "processes": 1}
-        return {**where, "dtype": kind, "split": True, "adapter_rank": 0, "folder": self.path}
+        takes = {"dtype": kind, "split": True, "adapter_rank": 0, "folder": self.path}
+        return {**where, **takes, "precision": self._precision()}
+
+    def _precision(self) -> str:
+        return self._settings.precision(self._model.device.type)
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Begin a push of tensors of these shapes; until it ends the engine refuses to sample."""

@@ -253,7 +253,8 @@ class FsdpEngine(ModelEngine):
         """Describe where the ranks are, for the choice of a way to push weights (see `WeightSender.sends`)."""
         machines, devices = zip(*self._on("sends"), strict=True)
         where = {"machines": sorted(set(machines)), "pid": None, "devices": [one for one in devices if one]}
-        return {**where, "adapter": lora.adapter_of(self._model)}
+        precision = self._settings.precision("cuda" if where["devices"] else "cpu")
+        return {**where, "adapter": lora.adapter_of(self._model), "precision": precision}
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces of tensors to `place` (see `Outbox.send`); where it is a file, each rank writes the rows that it
