@@ -16,7 +16,6 @@ from torch import distributed
 import workbench as wb
 from workbench.base.errors import EngineError
 from workbench.engines.fsdp_engine.group import Group
-from workbench.engines.local_engine import scoring
 from workbench.engines.rehearsal import Counting, Shape, sharded
 from workbench.engines.settings import FsdpSettings
 
@@ -127,11 +126,8 @@ def test_a_local_engine_is_measured_as_it_is(tiny: str) -> None:
     ],
     ids=str,
 )
-def test_the_estimate_of_a_card_is_what_a_rehearsal_measures(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_estimate_of_a_card_is_what_a_rehearsal_measures(settings: dict[str, Any]) -> None:
     """Wide layers of four; the whole table of sizes is in `tests/benchmarks/fitting.py`."""
-    monkeypatch.setattr(scoring, "FASTER", True)  # the same way to the log-probs on every processor
     said, took = bench().beside_a_rehearsal({**bench().WIDE, "num_hidden_layers": 4}, 2048, **settings)
     assert said.weights == pytest.approx(took.weights, rel=0.001)
     assert said.gradients == took.gradients and said.optimizer == pytest.approx(took.optimizer, rel=0.001)

@@ -141,7 +141,7 @@ def test_chunks_give_the_exact_sums_of_plain_autograd(
     wanted = (divergence(mine.log_softmax(-1), theirs.log_softmax(-1), beta) * mask).sum() / mask.sum()
     wanted.backward()
     gradients = {name: one.grad.clone() for name, one in student._parameters().items() if one.grad is not None}
-    monkeypatch.setattr("workbench.engines.local_engine.scoring.CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr("workbench.engines.local_engine.memory.CHUNK_BYTES", 1 << 14)
     for loss in (Divergence(beta=beta, teacher=teacher), Divergence(beta=beta, top_k=mine.shape[-1], tail=False)):
         held = perform(TeacherLogProb(teacher, top_k=loss.top_k, temperature=0.9), batch).batch
         found, value = whole_gradient(student, held, loss)

@@ -31,7 +31,7 @@ from workbench.base.errors import EngineError, boundary
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import load_model, resolve
-from workbench.engines.local_engine.memory import learning_estimate, moments_of
+from workbench.engines.local_engine.memory import AS_ON_GPU, learning_estimate, moments_of
 from workbench.engines.local_engine.quantised import parameters
 from workbench.engines.protocol import LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings, LocalSettings
@@ -59,8 +59,8 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Shape:
-    """The batch that a rehearsal learns from: micro-batches of `rows` × `length` tokens, the last quarter of each row
-    response; with `several`, two of them."""
+    """The batch that a rehearsal learns from: micro-batches of `rows` × `length` tokens, of which all but the first in
+    each row are response; with `several`, two of them."""
 
     rows: int
     length: int
@@ -171,7 +171,7 @@ def _unmeasured(config: str, settings: LocalSettings, tokens: int, kind: str) ->
     model, plain = _laid_out(config, settings, "bfloat16" if width == 2 else "float32")
     weights, casts = _held(model, settings.base_dtype, width)
     text, head = model.config.get_text_config(), model.get_output_embeddings().weight
-    parts, trained = learning_estimate(model, plain, tokens), model.get_input_embeddings().weight.requires_grad
+    parts, trained = learning_estimate(model, plain, tokens, kind), model.get_input_embeddings().weight.requires_grad
     # autocast keeps what it has cast, or of frozen matrices the backward pass does, unless layers are computed again
     kept = casts * (not again) + head.numel() * _HEAD[width, trained]
     stream = width * text.hidden_size * text.num_hidden_layers * tokens
@@ -335,12 +335,12 @@ def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _rows(shape: Shape, vocabulary: int) -> DataProto:
-    count, start = shape.rows * (2 if shape.several else 1), shape.length * 3 // 4
+    count = shape.rows * (2 if shape.several else 1)
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(0, max(vocabulary, 2), (count, shape.length), generator=drawn)
     ones = torch.ones_like(ids)
     columns = {"input_ids": ids, "attention_mask": ones, "position_ids": torch.arange(shape.length).repeat(count, 1)}
-    return DataProto.from_dict({**columns, "responses": ids[:, start:], "response_mask": ones[:, start:]})
+    return DataProto.from_dict({**columns, "responses": ids[:, 1:], "response_mask": ones[:, 1:]})
 
 
 # --- counting -------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Counting(TorchDispatchMode):
     live storages.
 
     With `gpu`, keys and values whose heads several queries share are counted once for each query head, as GPU attention
-    kernels copy them.
+    kernels copy them, and logits are computed in a GPU's chunks.
     """
 
     def __init__(self, gpu: bool) -> None:
@@ -371,10 +371,12 @@ class Counting(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._plain = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment] # FSDP frees gathered weights by it
+        self._chunks = AS_ON_GPU.set(self._gpu)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._plain  # type: ignore[method-assign]
+        AS_ON_GPU.reset(self._chunks)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

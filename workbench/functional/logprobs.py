@@ -67,15 +67,17 @@ def linear_log_probs(
     temperature: float = 1.0,
     distribution: bool = False,
     product: Product | None = None,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of labels [N] under softmax(z/temperature), z = cap(factor·(W·h + b)), from hidden [N, H] and weight [V, H].
 
     Returns three [N], float32 (float64 of float64), in nats: log-probs, and with `distribution` the entropy and Σ π², else
-    empty ones. cap(z) = softcap·tanh(z/softcap). Logits exist for a chunk at a time only (`CHUNK_BYTES`), and again in the
-    backward pass; what autocast says about matrix products holds. `product` multiplies left [n, K] and right [m, K] to
+    empty ones. cap(z) = softcap·tanh(z/softcap). Logits exist for a chunk of `chunk_bytes` at a time only (None: `CHUNK_BYTES`), and
+    again in the backward pass; what autocast says about matrix products holds. `product` multiplies left [n, K] and right [m, K] to
     left·rightᵀ, in place of torch. Second derivatives are not supported.
     """
-    shape = _Shape(factor, softcap, temperature, _dtype(hidden, weight), distribution, product)
+    size = chunk_bytes or CHUNK_BYTES
+    shape = _Shape(factor, softcap, temperature, _dtype(hidden, weight), distribution, product, size)
     return _LinearLogProbs.apply(hidden, weight, bias, labels, shape)
 
 
@@ -89,13 +91,14 @@ def linear_function(
     softcap: float | None = None,
     temperature: float = 1.0,
     product: Product | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Compute a function of the logits of `linear_log_probs` for N positions: [N, …], chunk by chunk in both directions.
 
     `function` is called with the logits [n, V] of a slice of the positions, which the next call overwrites, and returns [n, …];
     it is called again in the backward pass, with gradients on, under the autocast of the first call.
     """
-    shape = _Shape(factor, softcap, temperature, _dtype(hidden, weight), False, product)
+    shape = _Shape(factor, softcap, temperature, _dtype(hidden, weight), False, product, chunk_bytes or CHUNK_BYTES)
     values: Tensor = _LinearFunction.apply(hidden, weight, bias, function, shape)
     return values
 
@@ -109,9 +112,6 @@ def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 Product = Callable[[Tensor, Tensor], Tensor]
 CHUNK_BYTES = 1 << 26
 """Bytes of the logits that exist at one time."""
-_HALF = 1 << 25
-"""Bytes that the logits of a function exceed, which has several tensors of that size. Blocks of up to 32 MiB come from the C
-library's heap, where freed ones of a chunk leave holes that the next chunk's do not fit into: the heap would grow by each chunk."""
 _ROWS = 4_096
 """Words whose gradient is added at one time: a product of that size stays in the cache until it is added."""
 
@@ -127,12 +127,13 @@ class _Shape:
     """Of the matrix products."""
     distribution: bool
     product: Product | None
+    chunk_bytes: int
 
     def prepared(self, weight: Tensor, bias: Tensor | None) -> tuple[int, tuple[Tensor, Tensor | None]]:
         """Return the number of rows of a chunk, and the layer's parameters in `dtype`. A bias of −inf becomes finite,
         so that it gives no NaN.
         """
-        size = max(CHUNK_BYTES // (weight.shape[0] * 4), 1)
+        size = max(self.chunk_bytes // (weight.shape[0] * 4), 1)
         return size, (weight.to(self.dtype), None if bias is None else bias.to(self.dtype).clamp(min=-1e30))
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -248,7 +249,9 @@ class _LinearFunction(torch.autograd.Function):
         kind = hidden.device.type
         ctx.half = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         cast = shape.prepared(weight, bias)[1]
-        size = _HALF // (weight.shape[0] * 4) + 1
+        # a function has several tensors of the logits' size, so these are half as many, and a row: blocks of up to 32 MiB come from
+        # the C library's heap, where freed ones leave holes that the next chunk's do not fit into: the heap would grow by each chunk
+        size = shape.chunk_bytes // (weight.shape[0] * 8) + 1
         (space,) = _space(hidden, weight, size, 1)
         ctx.places = [slice(at, at + size) for at in range(0, len(hidden), size)] or [slice(0, 0)]
         ctx.function, ctx.shape = function, shape

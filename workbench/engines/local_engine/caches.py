@@ -38,10 +38,10 @@ from workbench.engines.local_engine.forward import (
     planned,
     recorded,
 )
+from workbench.engines.local_engine.memory import chunk_bytes
 from workbench.engines.local_engine.products import Linear
 from workbench.engines.local_engine.sampling import Cache
 from workbench.engines.protocol import Request
-from workbench.functional.logprobs import CHUNK_BYTES
 
 # --- lean ---------------------------------------------------------------------------------------
 
@@ -492,7 +492,8 @@ class Uncached:
         for row, token in zip(self._rows, tokens.tolist(), strict=True):
             row.append(token)
         vocabulary = self._model.config.get_text_config().vocab_size
-        size = max(CHUNK_BYTES // (4 * vocabulary * max(map(len, self._rows))), 1)
+        room = chunk_bytes(self._model.device.type)
+        size = max(room // (4 * vocabulary * max(map(len, self._rows))), 1)
         parts = [self._rows[start : start + size] for start in range(0, len(self._rows), size)]
         return torch.cat([self._logits(part) for part in parts])
 

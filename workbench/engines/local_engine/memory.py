@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,21 @@ PASS = 3 << 28
 """Bytes of activations beyond which a pass on a CPU is no faster (measured)."""
 LEAST = 256
 """Tokens of a pass below which it is slower (measured)."""
+GPU_CHUNKS = 8
+"""Times `CHUNK_BYTES` of logits on a GPU, where many small products take longer to launch than to compute (measured)."""
+AS_ON_GPU: ContextVar[bool] = ContextVar("workbench_as_on_gpu", default=False)
+"""Whether a CPU computes logits in a GPU's chunks and by torch's products, so that a GPU's memory can be measured."""
 SURE = 2
 """Times its need by `learning_estimate` that must be free, or the need is measured."""
 
 
 Needed = Callable[[bool], Mapping[str, int]]
 """Bytes by part that learning needs: estimated (False), or measured (True)."""
+
+
+def chunk_bytes(kind: str) -> int:
+    """Bytes of the logits that exist at one time on a kind of device (`cpu`, `cuda`)."""
+    return CHUNK_BYTES * (GPU_CHUNKS if kind == "cuda" or AS_ON_GPU.get() else 1)
 
 
 def available(device: torch.device) -> int:
@@ -45,11 +55,11 @@ def available(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + reusable
 
 
-def learning_estimate(model: Any, settings: LocalSettings, tokens: int) -> dict[str, int]:
+def learning_estimate(model: Any, settings: LocalSettings, tokens: int, kind: str | None = None) -> dict[str, int]:
     """Estimate the bytes that learning will take by part: gradients and Adam's two moments of the trained weights,
     activations, logits.
 
-    `tokens` is the size of a micro-batch. The activations kept for each token and layer are those of `_by_config`; with
+    `tokens` is the size of a micro-batch, `kind` the kind of device (None: the model's). The activations kept for each token and layer are those of `_by_config`; with
     gradient checkpointing H numbers a layer, and one layer in full. Frozen weights keep fewer activations, but do not
     lower the peak. With offloaded moments, a GPU holds those of one parameter at a time.
     """
@@ -58,10 +68,11 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int) -> dict[
     moments = moments_of(max(sizes, default=0) if away else trained, settings)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     layers = estimated("what a layer keeps", lambda: _by_config(model.config), None) or _by_shapes(model)
-    size = 2 if settings.half(model.device.type) else 4
+    kind = kind or model.device.type
+    size = 2 if settings.half(kind) else 4
     kept = len(layers) * hidden + max(layers) if settings.gradient_checkpointing else sum(layers)
     # a chunk's logits and what is computed of them, in half precision a copy, too; ranks' heads take a chunk more
-    logits = min(4 * vocabulary * tokens, CHUNK_BYTES) * (6 - size // 2 * (type(settings) is LocalSettings)) // 2
+    logits = min(4 * vocabulary * tokens, chunk_bytes(kind)) * (6 - size // 2 * (type(settings) is LocalSettings)) // 2
     return {"gradients": trained, "optimizer": moments, "activations": kept * size * tokens, "logits": logits}
 
 

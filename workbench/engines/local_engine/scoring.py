@@ -35,10 +35,10 @@ from workbench.engines.local_engine.forward import (
     replay,
 )
 from workbench.engines.local_engine.loading import check_length
+from workbench.engines.local_engine.memory import AS_ON_GPU, chunk_bytes
 from workbench.engines.local_engine.products import FASTER, is_plain, product
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import (
-    CHUNK_BYTES,
     entropy_from_logits,
     linear_function,
     linear_log_probs,
@@ -398,7 +398,8 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
     """
     paths = getattr(model, "workbench_paths", None)
     if paths is not None and paths.own_head:  # logits of all tokens exist at one time
-        budget = min(budget, max(CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size), 1))
+        vocabulary = model.config.get_text_config().vocab_size
+        budget = min(budget, max(chunk_bytes(model.device.type) // (4 * vocabulary), 1))
     if packed and not flash(model):
         return cut_trees(batch, budget)
     lengths = batch["attention_mask"].sum(-1)
@@ -645,8 +646,9 @@ def _from_logits(
 
 def _shape(head: Head, states: Tensor, temperature: float) -> dict[str, Any]:
     """Return how logits follow from a plain head's layer, as arguments of `linear_log_probs` and `linear_function`."""
-    faster = product if FASTER and states.is_cpu else None
-    return {"factor": head.factor, "softcap": head.softcap, "temperature": temperature, "product": faster}
+    faster = product if FASTER and states.is_cpu and not AS_ON_GPU.get() else None
+    how = {"product": faster, "chunk_bytes": chunk_bytes(states.device.type)}
+    return {"factor": head.factor, "softcap": head.softcap, "temperature": temperature, **how}
 
 
 def logits_in_chunks(
@@ -672,9 +674,9 @@ def logits_in_chunks(
 
 
 def _chunk_rows(head: Head, states: Tensor) -> int:
-    """How many positions' logits are held at one time, so that they take at most `CHUNK_BYTES`."""
+    """How many positions' logits are held at one time, so that they take at most `chunk_bytes`."""
     width = states.shape[-1] if head.linear is None else head.linear.weight.shape[0]
-    return max(CHUNK_BYTES // (4 * width), 1)
+    return max(chunk_bytes(states.device.type) // (4 * width), 1)
 
 
 def _of_pairs(model: Any, batch: DataProto, budget: int, packed: bool) -> list[Tensor]:
