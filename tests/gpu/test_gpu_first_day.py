@@ -55,6 +55,7 @@ def test_a_check_that_hangs_or_ends_its_process_loses_no_other(tmp_path: Path, m
         "    print('end', name, 'holds', flush=True)\n"
     )
     monkeypatch.setattr(module, "DEADLINE", 1.0)
+    monkeypatch.setattr(module, "DEADLINES", {})
     ended = module.watched([sys.executable, str(script)], CHECKS[:5], 60.0, lines.append)
     assert [how.split(":")[0] for how in ended.values()] == ["holds", "FAILED", "FAILED", "holds", "holds"]
     assert "(3)" in ended["groups"] and lines.count("fact") == 3

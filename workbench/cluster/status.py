@@ -26,13 +26,9 @@ MUTE = "does not answer"
 UNPROVEN = (
     "float16, int8 and nf4 in a GPU's kernels",
     "flash_attention_2",
-    "the time and peak of long responses",
-    "sampling with adapters",
+    "responses of more than 2,048 tokens",
     "vLLM with a generator for each row",
     "learner and vLLM that share a GPU for ten cycles",
-    "weights pushed by CUDA IPC",
-    "recovery from an out-of-memory error",
-    "torch 2.11",
     "NCCL between two GPUs",
     "CUDA graphs and compiled decoding, which are not built",
 )
