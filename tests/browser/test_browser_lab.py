@@ -91,7 +91,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "111_real_model": ("update_actor", "step 4/4", "reward before", "sampled"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
-    "203_compare": ("rloo 1 done", "finished", "less grpo, by seed"),
+    "203_compare": ("rloo 1 done", "finished", "minus grpo, by seed"),
     "301_on_a_cluster": ("nothing has started", "rollout-0", "WorkerLost", "step 1/1", "advantage"),
 }
 """What a person must be able to read when all cells have run."""

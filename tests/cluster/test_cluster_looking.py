@@ -398,7 +398,7 @@ def test_a_closed_cluster_ends_its_live_tables(tmp_path: Path, monkeypatch: pyte
         f'exec env UNDER_NSYS=1 {sys.executable} "$@";; esac; shift; done\n'
     )
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]))
     from workbench.cluster import session
 
     if session._open is not None:

@@ -14,6 +14,9 @@ from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import products
 from workbench.engines.torch_internals import mkl_layout, onednn_layout
 
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN lays bfloat16 out with AVX-512 alone"
+)
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
 
 
@@ -73,7 +76,10 @@ def test_frozen_weights_autocast_and_copies_are_as_those_of_plain_layers(monkeyp
     assert plain(states.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize(("half", "faster"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("half", "faster"),
+    [(False, True), pytest.param(True, True, marks=needs_avx512), pytest.param(True, False, marks=needs_avx512)],
+)
 def test_weights_laid_out_once_give_the_very_numbers(half: bool, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _on(monkeypatch, faster=faster)
     torch.manual_seed(0)
@@ -140,9 +146,9 @@ def test_laid_out_weights_are_of_the_thread_that_decodes_and_end_with_it(monkeyp
     ("settings", "faster"),
     [
         ({}, True),
-        ({"dtype": "bfloat16"}, True),
+        pytest.param({"dtype": "bfloat16"}, True, marks=needs_avx512),
         ({"lora_rank": 4}, True),
-        ({"dtype": "bfloat16"}, False),
+        pytest.param({"dtype": "bfloat16"}, False, marks=needs_avx512),
         pytest.param({}, False, marks=needs_mkl),
         pytest.param({"lora_rank": 4}, False, marks=needs_mkl),
     ],
