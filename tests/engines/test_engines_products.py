@@ -14,9 +14,7 @@ from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import products
 from workbench.engines.torch_internals import mkl_layout, onednn_layout
 
-needs_avx512 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN lays bfloat16 out with AVX-512 alone"
-)
+needs_avx512 = pytest.mark.skipif(not products.LAYS, reason="oneDNN lays bfloat16 out with AVX-512 alone")
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
 
 

@@ -19,9 +19,8 @@ def trl_module(name: str) -> Any:
         pytest.skip("TRL is not installed here: tests/benchmarks/trl_env.py")
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = (
-        "1"  # a warning of TRL's own class ends pytest-xdist, whose controller lacks TRL
-    )
+    # a warning of TRL's own class ends pytest-xdist, whose controller lacks TRL
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     try:
         return importlib.import_module(name)
     except ImportError as why:

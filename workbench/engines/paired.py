@@ -415,12 +415,12 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
         columns["responses"] = ids[:, len(prompt) :]
         mine = pair.learner.compute_log_probs(DataProto(columns))["log_probs"][0]
         gap = max(gap, float((mine - torch.tensor(sample.log_probs)).abs().max()))
-    sides = [pair.learner.sends() if isinstance(pair.learner, WeightSender) else {}]
-    sides += [pair.sampler.receives() or {} if isinstance(pair.sampler, WeightReceiver) else {}]
-    kinds = {push.dtype, *(side.get("precision") for side in sides)} - {None}
-    allowed = max(
-        (CHECK_TOLERANCE[getattr(torch, str(kind))] for kind in kinds), default=CHECK_TOLERANCE[torch.float32]
-    )
+    kinds = {push.dtype or "float32"}
+    if isinstance(pair.learner, WeightSender):
+        kinds.add(pair.learner.sends().get("precision", "float32"))
+    if isinstance(pair.sampler, WeightReceiver):
+        kinds.add((pair.sampler.receives() or {}).get("precision", "float32"))
+    allowed = max(CHECK_TOLERANCE[getattr(torch, kind)] for kind in kinds)
     if gap > allowed:
         what = f"log-probs of the sampler after a push by {push.way}"
         raise EngineError(what, expected=f"the learner's, within {allowed:g} nats", found=f"{gap:.3g} nats apart")

@@ -38,7 +38,7 @@ from workbench.engines.local_engine.forward import (
     planned,
     recorded,
 )
-from workbench.engines.local_engine.memory import chunk_bytes
+from workbench.engines.local_engine.memory import chunk_rows
 from workbench.engines.local_engine.products import Linear
 from workbench.engines.local_engine.sampling import Cache
 from workbench.engines.protocol import Request
@@ -492,8 +492,7 @@ class Uncached:
         for row, token in zip(self._rows, tokens.tolist(), strict=True):
             row.append(token)
         vocabulary = self._model.config.get_text_config().vocab_size
-        room = chunk_bytes(self._model.device.type)
-        size = max(room // (4 * vocabulary * max(map(len, self._rows))), 1)
+        size = chunk_rows(self._model.device.type, vocabulary * max(map(len, self._rows)))
         parts = [self._rows[start : start + size] for start in range(0, len(self._rows), size)]
         return torch.cat([self._logits(part) for part in parts])
 

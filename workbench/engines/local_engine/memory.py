@@ -44,6 +44,11 @@ def chunk_bytes(kind: str) -> int:
     return CHUNK_BYTES * (GPU_CHUNKS if kind == "cuda" or AS_ON_GPU.get() else 1)
 
 
+def chunk_rows(kind: str, width: int) -> int:
+    """How many rows of `width` float32 logits exist at one time on a kind of device; at least one."""
+    return max(chunk_bytes(kind) // (4 * width), 1)
+
+
 def available(device: torch.device) -> int:
     """Bytes that this process can still allocate on a device; for the CPU the kernel's estimate of available memory.
 
@@ -59,9 +64,10 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int, kind: st
     """Estimate the bytes that learning will take by part: gradients and Adam's two moments of the trained weights,
     activations, logits.
 
-    `tokens` is the size of a micro-batch, `kind` the kind of device (None: the model's). The activations kept for each token and layer are those of `_by_config`; with
-    gradient checkpointing H numbers a layer, and one layer in full. Frozen weights keep fewer activations, but do not
-    lower the peak. With offloaded moments, a GPU holds those of one parameter at a time.
+    `tokens` is the size of a micro-batch, `kind` the kind of device (None: the model's). The activations kept for each
+    token and layer are those of `_by_config`; with gradient checkpointing H numbers a layer, and one layer in full.
+    Frozen weights keep fewer activations, but do not lower the peak. With offloaded moments, a GPU holds those of one
+    parameter at a time.
     """
     sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
     trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"

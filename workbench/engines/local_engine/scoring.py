@@ -35,7 +35,7 @@ from workbench.engines.local_engine.forward import (
     replay,
 )
 from workbench.engines.local_engine.loading import check_length
-from workbench.engines.local_engine.memory import AS_ON_GPU, chunk_bytes
+from workbench.engines.local_engine.memory import AS_ON_GPU, chunk_bytes, chunk_rows
 from workbench.engines.local_engine.products import FASTER, is_plain, product
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import (
@@ -398,8 +398,7 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
     """
     paths = getattr(model, "workbench_paths", None)
     if paths is not None and paths.own_head:  # logits of all tokens exist at one time
-        vocabulary = model.config.get_text_config().vocab_size
-        budget = min(budget, max(chunk_bytes(model.device.type) // (4 * vocabulary), 1))
+        budget = min(budget, chunk_rows(model.device.type, model.config.get_text_config().vocab_size))
     if packed and not flash(model):
         return cut_trees(batch, budget)
     lengths = batch["attention_mask"].sum(-1)
@@ -676,7 +675,7 @@ def logits_in_chunks(
 def _chunk_rows(head: Head, states: Tensor) -> int:
     """How many positions' logits are held at one time, so that they take at most `chunk_bytes`."""
     width = states.shape[-1] if head.linear is None else head.linear.weight.shape[0]
-    return max(chunk_bytes(states.device.type) // (4 * width), 1)
+    return chunk_rows(states.device.type, width)
 
 
 def _of_pairs(model: Any, batch: DataProto, budget: int, packed: bool) -> list[Tensor]:
