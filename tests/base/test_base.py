@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import pickle
 import signal
+import threading
 import time
 import typing
 from dataclasses import dataclass
@@ -184,6 +186,20 @@ def test_background_runs_beside_a_running_loop() -> None:
 
     assert runtime.run(double(3)) == 6
     assert asyncio.run(inside()) == 8
+
+
+def test_threads_are_used_again_when_their_work_has_ended_and_not_in_a_fork() -> None:
+    first = runtime.in_idle_thread(threading.get_ident).result()
+    assert runtime.in_idle_thread(threading.get_ident).result() == first
+    both = threading.Barrier(2)
+    pair = [runtime.in_idle_thread(lambda: (both.wait(30), threading.get_ident())[1]) for _ in range(2)]
+    assert first in {one.result() for one in pair} and pair[0].result() != pair[1].result()
+    with pytest.raises(ZeroDivisionError):
+        runtime.in_idle_thread(lambda: 1 / 0).result()
+    assert runtime.in_idle_thread(threading.get_ident).result() in {one.result() for one in pair}
+    if (child := os.fork()) == 0:
+        os._exit(runtime.in_idle_thread(lambda: 7).result(30))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_cancelling_work_beside_asks_it_to_stop_and_waits() -> None:

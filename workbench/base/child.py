@@ -72,12 +72,14 @@ class Line:
         """
         end = None if seconds is None else time.monotonic() + seconds
         with self._sending:
-            for part in (part for body in bodies for part in (_LENGTH.pack(len(body)), body)):
-                left = memoryview(part)
-                while left:
-                    self._wait(select.POLLOUT, end)
-                    with contextlib.suppress(BlockingIOError):
-                        left = left[self._socket.send(left[:_BLOCK], socket.MSG_DONTWAIT) :]
+            for body in bodies:
+                head = _LENGTH.pack(len(body))
+                for part in (head + body,) if len(body) < _BLOCK else (head, body):
+                    left = memoryview(part)
+                    while left:
+                        self._wait(select.POLLOUT, end)
+                        with contextlib.suppress(BlockingIOError):
+                            left = left[self._socket.send(left[:_BLOCK], socket.MSG_DONTWAIT) :]
 
     def receive(self, seconds: float | None = None, most: int | None = None) -> bytearray | None:
         """Wait for the next message and return it; None where an end is closed.

@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from workbench.base import progress
@@ -44,6 +45,9 @@ _loop: asyncio.AbstractEventLoop | None = None
 _stop = threading.Event()
 _here = threading.local()
 _under_way: list[Callable[[], bool]] = []
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+"""The queues of threads that wait for the next work of `in_idle_thread`."""
+os.register_at_fork(after_in_child=_idle.clear)  # a fork has none of these threads
 
 
 def loop() -> asyncio.AbstractEventLoop:
@@ -264,6 +268,36 @@ def in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Th
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=name, daemon=True)
     thread.start()
     return future, thread
+
+
+def in_idle_thread(work: Callable[[], T]) -> Future[T]:
+    """Call `work` in a daemon thread whose earlier work has ended, or in a new one where there is none: starting a thread
+    costs more than most reward functions. Returns a future of its result."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    try:
+        waiting = _idle.pop()
+    except IndexError:
+        waiting = SimpleQueue()
+        threading.Thread(target=_serve, args=(waiting,), name="workbench-idle", daemon=True).start()
+    waiting.put(functools.partial(contextvars.copy_context().run, _settled, future, work, waiting))
+    return future
+
+
+def _serve(waiting: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        waiting.get()()
+
+
+def _settled(future: Future[T], work: Callable[[], T], waiting: SimpleQueue[Callable[[], None]]) -> None:
+    """Give the future what `work` returns or raises, when its thread can already be found for the next work."""
+    try:
+        give: Callable[[], None] = functools.partial(future.set_result, work())
+    except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
+        give = functools.partial(future.set_exception, error)
+    release_team()
+    _idle.append(waiting)
+    give()
 
 
 async def beside(function: Callable[..., T], *args: Any) -> T:

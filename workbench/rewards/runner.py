@@ -586,8 +586,8 @@ def _score(record: dict[str, Any]) -> Any:
     return Score.from_json(record["Score"]) if record.keys() == {"Score"} else record
 
 
-async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:
-    """Run blocking work in a new daemon thread and await its result; the process can exit without waiting for it."""
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a daemon thread and await its result; the process can exit without waiting for it."""
 
     def plainly() -> T:
         try:
@@ -597,5 +597,4 @@ async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:
                 raise
             raise RuntimeError(first_line(error)) from error  # what an event loop cannot pass on
 
-    future, _ = runtime.in_thread(name, plainly)
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(runtime.in_idle_thread(plainly))

@@ -368,7 +368,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         finally:
             _threads.release()
 
-    return await runner.in_thread(work, "workbench-tool")
+    return await runner.in_thread(work)
 
 
 def schema_of(
