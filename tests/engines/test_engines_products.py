@@ -97,6 +97,31 @@ def test_weights_laid_out_once_give_the_very_numbers(half: bool, faster: bool, m
                 assert torch.equal(model(states), plain) and not kept
 
 
+def test_without_avx512_only_large_float32_weights_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LAYS", False)
+    monkeypatch.setattr(products, "LAYS_LARGE", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(products, "FASTER", False)
+    monkeypatch.setattr(products, "_LARGE", 576 * 8192)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(576, 576), nn.Linear(576, 8192))
+    products.use_faster_products(model)
+    assert [type(part) for part in model] == [nn.Linear, products.Linear]
+    kept = _kept(monkeypatch)
+    states = torch.randn(64, 1, 576)
+    with torch.no_grad():
+        plain, truth = model(states), copy.deepcopy(model).double()(states.double())
+        with products.weights_laid_out(model, 64, 100):
+            out = model(states)
+            for rows in (2, 8, 17):
+                part = model[1](model[0](states)[:rows])
+                assert torch.equal(part, out[:rows]), "a row's numbers depend on no other row"
+            assert len(kept) == 1
+            with torch.autocast("cpu", torch.bfloat16):
+                assert model(states).dtype == torch.bfloat16
+            assert len(kept) == 1, "bfloat16 needs AVX-512"
+        assert torch.equal(model(states), plain) and (out - truth).norm() <= 1e-6 * truth.norm()
+
+
 @needs_mkl
 def test_mkl_lays_out_for_the_rows_that_stay_and_errs_no_more_than_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     _on(monkeypatch, faster=False)
