@@ -40,6 +40,7 @@ SMALL = {
     "103_algorithms": {"updates": 2},
     "104_what_if": {"updates": 2},
     "106_agents": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
+    "107_reward_models": {"steps": 2, "policy_steps": 2, "batch_size": 8, "num_pairs": 8},
     "109_distillation": {"teacher_steps": 12, "steps": 4, "num_eval_rows": 16},
     "110_in_and_out": {"steps": 4, "num_eval_rows": 16},
     "111_real_model": {
@@ -52,7 +53,7 @@ SMALL = {
     "201_train_grpo": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "203_compare": {"seeds": [0, 1], "steps": 2, "batch_size": 4, "num_eval_rows": 8},
-    "301_on_a_cluster": {"steps": 1, "sampler": SAMPLER},
+    "301_on_a_cluster": {"steps": 2, "sampler": SAMPLER},
 }
 """Parameters of those that would take minutes; the rest run as they are."""
 SHOWN: dict[str, tuple[str, ...]] = {
@@ -92,7 +93,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("rloo 1 done", "finished", "minus grpo, by seed"),
-    "301_on_a_cluster": ("nothing has started", "rollout-0", "WorkerLost", "step 1/1", "advantage"),
+    "301_on_a_cluster": ("nothing has started", "rollout-0", "WorkerLost", "step 2/2", "advantage"),
 }
 """What a person must be able to read when all cells have run."""
 IMAGES = {

@@ -151,22 +151,23 @@ def column(table: Any, name: str) -> list[float]:
 
 
 def tokens(page: Any) -> None:
+    """Two rows of one prompt stand above each other: each token's colour is its own, an advantage's that of its row."""
     box = page.locator(".wb-tokens").first
     box.scroll_into_view_if_needed()
-    until(page, lambda: box.locator("span").count() > 5)
+    pieces = box.locator(".wb-pair span")
+    until(page, lambda: pieces.count() > 5)
 
     def colours() -> list[str]:
-        spans = box.locator("span").all()[1:]
-        return [span.evaluate("span => span.style.background") for span in spans]
+        return [span.evaluate("span => span.style.background") for span in pieces.all()]
 
     until(page, lambda: len(set(colours())) > 2)
     entropy = colours()
-    choose = page.locator(".wb-bar select").filter(has_text="sampler_difference").first
-    choose.select_option("advantage")
+    page.get_by_label("colour by", exact=True).first.select_option("advantage")
     page.get_by_text("advantage: how much better than expected").locator("visible=true").first.wait_for()
-    until(page, lambda: colours() != entropy and len(set(colours())) == 1)
-    box.locator("span").nth(3).hover()
-    until(page, lambda: "token 2 " in page.locator(".wb-values").first.inner_text())
+    page.get_by_text("the same for all tokens of a row").locator("visible=true").first.wait_for()
+    until(page, lambda: colours() != entropy and len(set(colours())) <= 2)
+    pieces.first.hover()
+    until(page, lambda: "token 0 " in page.locator(".wb-values").first.inner_text())
     assert "entropy" in page.locator(".wb-values").first.inner_text(), "all numbers, whatever colours"
     shot(page, "driven_tokens")
 
