@@ -247,7 +247,8 @@ def test_every_shipped_parser_is_made_again_from_a_runs_record() -> None:
 
 prose = st.text(st.sampled_from("ab 7,.é→\n"), max_size=12)
 arguments = (
-    st.text(max_size=20)
+    # Hypothesis also draws strings of the tested code: a closing tag that stands alone in a value cannot be told from its end
+    st.text(max_size=20).filter(lambda text: "</" not in text)
     | st.sampled_from([one for one in TEXTS.values() if len(one) < 100])
     | st.sampled_from([*REASONING])
 )
