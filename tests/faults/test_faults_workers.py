@@ -153,6 +153,23 @@ def values_of(reward: Reward, folder: Path) -> list[float]:
     return [score.value for score in reward.score(answered(["fine"] * 4, [str(folder)] * 4))]
 
 
+def test_F6_rows_that_were_sent_together_with_one_that_ends_the_worker_are_answered_by_the_next() -> None:
+    def length(response: str) -> float:
+        if response in ("exit", "hang"):
+            os._exit(0) if response == "exit" else time.sleep(600)
+        return float(len(response))
+
+    texts = [{50: "exit", 51: "exit", 77: "hang", 120: "exit"}.get(row, "x" * (row % 7 + 1)) for row in range(200)]
+    texts[90] = "y" * 200_000  # larger than what is sent unread
+    reward = Reward(length, workers=2, timeout=patience(1.0))
+    scores = reward.score(answered(texts))
+    lost = {row for row, score in enumerate(scores) if not score.scored}
+    assert lost == {50, 51, 77, 120}, {row: scores[row].why for row in lost}
+    assert all(score.value == len(text) for score, text in zip(scores, texts, strict=True) if score.scored)
+    assert len(reward._pool._workers) <= 2  # type: ignore[union-attr]
+    reward.close()
+
+
 @pytest.mark.slow
 def test_F6_a_file_that_hangs_while_it_is_loaded_is_given_up_for_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -312,6 +313,9 @@ counts towards a row's deadline."""
 BEGIN_SECONDS = 10.0
 """Limit, in seconds, for a worker to begin with a row. A worker that does not begin (a thread of an earlier row blocks
 it) is replaced."""
+_TOGETHER, _TOGETHER_BYTES, _QUICK_SECONDS = 32, 1 << 16, 0.005
+"""Most calls, and about how many bytes of them (no more than a socket holds unread), that are sent together to a worker
+where a call takes less than so many seconds."""
 LINES, LINES_SECONDS = 20, 5.0
 """At most this many printed lines of workers (first number) are shown in this many seconds (second number)."""
 
@@ -401,28 +405,27 @@ class WorkerPool:
         `limits` are seconds per call, by default the pool's `timeout`. A call that runs past its limit, or ends its
         worker process, fails alone.
         """
-        bodies = [_packed(arguments) for arguments in calls]
-        seconds = [self._timeout] * len(calls) if limits is None else limits
+        packed = [_packed(arguments) for arguments in calls]
+        bodies = {number: body for number, body in enumerate(packed) if isinstance(body, bytes)}
+        queue = _Calls(bodies, [self._timeout] * len(calls) if limits is None else limits)
         places, slot = self._places(), (self._rate_limit or RateLimit()).slot
+        shares = 2 * self._size if self._rate_limit is None else len(calls)
         self._failed_starts = 0
 
         async def ask(number: int) -> CallResult:
-            body = bodies[number]
-            if isinstance(body, CallResult):
-                return body
-            activity, answer = HERE.enter("reward"), None
-            try:
-                async with places, slot():
-                    HERE.begin(activity)
-                    worker = self._idle.pop() if self._idle else None
-                    answer = await in_thread(lambda: self._answer(worker, body, seconds[number]))
-                return answer
-            finally:
-                HERE.end(activity, "done" if answer is not None and answer.ok else "raised")
+            if isinstance(failed := packed[number], CallResult):
+                return failed
+            async with places, slot():
+                numbers = queue.take(shares)
+                while numbers:
+                    work = partial(self._answered_in_turn, *queue.given(numbers))
+                    numbers = queue.settle(numbers, await in_thread(work))
+            return await queue.answers[number]
 
         try:
             return runtime.run_all(ask, range(len(calls)))
         except BaseException:
+            queue.give_up()
             self.close()  # an interrupt waits for no row
             raise
 
@@ -433,34 +436,41 @@ class WorkerPool:
             self._places_of_loop = runtime.loop(), asyncio.Semaphore(self._size)
         return self._places_of_loop[1]
 
-    def _answer(self, worker: Child | None, body: bytes, limit: float) -> CallResult:
-        """Run one call in `worker`, or in a new one, whose call's time starts once it has loaded the function."""
-        token = os.urandom(TOKEN)
-        if worker is not None and not _begins_row(worker, token, body):  # an earlier row's doing, not this one's
+    def _answered_in_turn(self, bodies: Sequence[bytes], limits: Sequence[float]) -> list[CallResult]:
+        """Run calls one after the other in one worker; returns the answers of all, or of those up to the one in which the
+        worker ended. The time of a new worker's first call starts once it has loaded the function."""
+        worker = self._idle.pop() if self._idle else None
+        tokens = [os.urandom(TOKEN) for _ in bodies]
+        messages = [token + body for token, body in zip(tokens, bodies, strict=True)]
+        if worker is not None and not _begins(worker, tokens[0], messages):  # an earlier row's doing, not this one's
             self._workers.discard(worker)
             worker = None
         if worker is None:
             if self._failed_starts >= max(self._size, 2):
-                return self._given_up()
+                return [self._given_up()]
             worker = Child(
                 _WORKER, env={**importing(os.environ), **self._env}, output=partial(self._screen.take, bytearray())
             )
             self._workers.add(worker)
-            answer = _loaded(worker, token, self._function)
-            if answer.ok and not _begins_row(worker, token, body):
+            answer = _loaded(worker, tokens[0], self._function)
+            if answer.ok and not _begins(worker, tokens[0], messages):
                 answer = CallResult(False, None, f"the worker process did not begin within {BEGIN_SECONDS:g} s")
             if not answer.ok:
                 self._failed_starts, self._failed = self._failed_starts + 1, answer
                 worker.close()
                 self._workers.discard(worker)
-                return answer
+                return [answer]
             self._failed_starts = 0
-        answer = _answered(worker, token, limit)
+        answers = [_answered(worker, tokens[0], limits[0])]
+        for token, limit in zip(tokens[1:], limits[1:], strict=True):
+            if not worker.alive or not _begins(worker, token):
+                break
+            answers.append(_answered(worker, token, limit))
         if worker.alive:
             self._idle.append(worker)
         else:
             self._workers.discard(worker)
-        return answer
+        return answers
 
     def _given_up(self) -> CallResult:
         """Return the failed answer for a row after several failed worker starts in a row. Raises `RewardError` where no
@@ -470,6 +480,49 @@ class WorkerPool:
             do = "the reward is not to blame: see what the machine lacks (memory, processes, disk: `workbench doctor`)"
             raise RewardError(f"no worker process could be started, {times}", found=self._failed.why, do=do)
         return CallResult(False, None, f"no worker process could load the function, {times}")
+
+
+class _Calls:
+    """The calls of one `WorkerPool.map`, by number: those that wait for a worker, and the answers of those that are done."""
+
+    def __init__(self, bodies: Mapping[int, bytes], limits: Sequence[float]) -> None:
+        self._bodies, self._limits = bodies, limits
+        self._requests = {number: HERE.enter("reward") for number in bodies}
+        self._waiting, self._quick = deque(bodies), False
+        self.answers: dict[int, asyncio.Future[CallResult]] = {
+            number: runtime.loop().create_future() for number in bodies
+        }
+
+    def take(self, shares: int) -> list[int]:
+        """Take the next calls from the queue, which go to a worker together: one, or where a call takes less time than a
+        message at most this share of those that wait."""
+        most = min(_TOGETHER, len(self._waiting) // shares) if self._quick else 1
+        numbers, size = list[int](), 0
+        while self._waiting and len(numbers) < max(most, 1):
+            size += len(self._bodies[self._waiting[0]])
+            if numbers and size > _TOGETHER_BYTES:
+                break
+            numbers.append(self._waiting.popleft())
+            HERE.begin(self._requests[numbers[-1]])
+        return numbers
+
+    def given(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float]]:
+        """Return the bodies and the limits of calls."""
+        return [self._bodies[number] for number in numbers], [self._limits[number] for number in numbers]
+
+    def settle(self, numbers: list[int], results: Sequence[CallResult]) -> list[int]:
+        """Keep the results of the first calls of `numbers`, and return the other numbers."""
+        self._quick = max(result.seconds for result in results) < _QUICK_SECONDS
+        for number, result in zip(numbers, results, strict=False):
+            self.answers[number].set_result(result)
+            HERE.end(self._requests[number], "done" if result.ok else "raised")
+        return numbers[len(results) :]
+
+    def give_up(self) -> None:
+        """Record that the calls without an answer are over."""
+        for number, answer in self.answers.items():
+            if answer.cancelled() or not answer.done():
+                HERE.end(self._requests[number], "raised")
 
 
 class Screen:
@@ -521,12 +574,12 @@ def _packed(arguments: Mapping[str, Any]) -> bytes | CallResult:
         return CallResult(False, None, f"the row cannot be sent to a worker process: {first_line(error)}")
 
 
-def _begins_row(worker: Child, token: bytes, body: bytes) -> bool:
-    """Send a row to a worker and return whether the worker has begun with it in time; one that has not is closed."""
-    try:
-        begun = worker.exchange(token + body, BEGIN_SECONDS, TOKEN) == token
-    except OSError:
-        return False
+def _begins(worker: Child, token: bytes, messages: Sequence[bytes] = ()) -> bool:
+    """Send calls to a worker and return whether it has begun with that of the token in time; one that has not is closed."""
+    begun = False
+    with contextlib.suppress(OSError):
+        worker.line.send(*messages, seconds=BEGIN_SECONDS)
+        begun = worker.exchange(None, BEGIN_SECONDS, TOKEN) == token
     if not begun:
         worker.close()
     return begun
