@@ -78,10 +78,18 @@ SHAPES = {
     "size-20M": Shape(size=Size(512, 6, 8_192), steps=4),
     "size-60M": Shape(size=Size(768, 8, 8_192), steps=3),
 }
-_IN_FOUR = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
-"""TRL keeps 16 GB of activations of 64 rows at once, and takes as long."""
+
+
+def _in_parts(count: int) -> dict[str, Any]:
+    """TRL's settings for micro-batches of 16 rows: it keeps 16 GB of activations of 64 rows at once, and takes as long."""
+    return {"per_device_train_batch_size": 16, "gradient_accumulation_steps": count}
+
+
+_IN_FOUR = _in_parts(4)
 LARGE = {
     "real": Shape(tokens=48, pretrained=True, steps=2, trl=_IN_FOUR),
+    "real-16": Shape(prompts=2, tokens=48, pretrained=True, steps=2, trl=_in_parts(1)),
+    "real-128": Shape(prompts=16, tokens=48, pretrained=True, steps=1, trl=_in_parts(8)),
     "real-bfloat16": Shape(tokens=48, pretrained=True, steps=2, trl=_IN_FOUR, settings={"dtype": "bfloat16"}),
     "real-both-bfloat16": Shape(
         tokens=48, pretrained=True, steps=2, trl={**_IN_FOUR, "bf16": True}, settings={"dtype": "bfloat16"}
