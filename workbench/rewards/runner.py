@@ -418,7 +418,8 @@ class WorkerPool:
             async with places, slot():
                 numbers = queue.take(shares)
                 while numbers:
-                    work = partial(self._answered_in_turn, *queue.given(numbers))
+                    worker = self._idle.pop() if self._idle else None  # here, as all calls do it in the loop's thread
+                    work = partial(self._answered_in_turn, worker, *queue.given(numbers))
                     numbers = queue.settle(numbers, await in_thread(work))
             return await queue.answers[number]
 
@@ -436,10 +437,11 @@ class WorkerPool:
             self._places_of_loop = runtime.loop(), asyncio.Semaphore(self._size)
         return self._places_of_loop[1]
 
-    def _answered_in_turn(self, bodies: Sequence[bytes], limits: Sequence[float]) -> list[CallResult]:
-        """Run calls one after the other in one worker; returns the answers of all, or of those up to the one in which the
-        worker ended. The time of a new worker's first call starts once it has loaded the function."""
-        worker = self._idle.pop() if self._idle else None
+    def _answered_in_turn(
+        self, worker: Child | None, bodies: Sequence[bytes], limits: Sequence[float]
+    ) -> list[CallResult]:
+        """Run calls one after the other in `worker`, or in a new one; returns the answers of all, or of those up to the one
+        in which the worker ended. The time of a new worker's first call starts once it has loaded the function."""
         tokens = [os.urandom(TOKEN) for _ in bodies]
         messages = [token + body for token, body in zip(tokens, bodies, strict=True)]
         if worker is not None and not _begins(worker, tokens[0], messages):  # an earlier row's doing, not this one's
